@@ -25,7 +25,7 @@ from penstock.engines import slatedb as engine_module
 from penstock.readers import watch_owner
 from penstock.server import config as configuring
 from penstock.server import process, running
-from penstock.server.process import Silence, until_silent
+from penstock.server.process import Silence, Stop, until_free
 from penstock.testing.auditor import Kind
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def test_a_standby_takes_over_from_an_owner_that_is_killed(
     with capsys.disabled():
         sys.stdout.write(f"\n{place.partition(':')[0]}: {gap_ms} ms without an owner, {AFTER} of it"
                          " waited on purpose\n")  # fmt: skip
-    assert "gives no sign of life: taking over" in standby.said()
+    assert "has an owner that gives no sign of life: taking over" in standby.said()
     assert standby.stop() == 0
     assert judge(place, notes) > 10
 
@@ -250,9 +250,9 @@ def test_of_two_standbys_one_takes_over(serve: Callable[..., Served]) -> None:
 
 def silent(pulse: OwnerHeartbeat, after_ms: int, give_up_s: float) -> bool:
     async def wait_for_it() -> bool:
-        stopping = asyncio.Event()
-        asyncio.get_running_loop().call_later(give_up_s, stopping.set)
-        return await until_silent(pulse, after_ms, CLOCK, stopping)
+        told = Stop()
+        asyncio.get_running_loop().call_later(give_up_s, told.begun.set)
+        return bool(await until_free(pulse, after_ms, CLOCK, told))
 
     return asyncio.run(wait_for_it())
 

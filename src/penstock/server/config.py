@@ -100,6 +100,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     auth_mode: Literal["auto", "off", "required"] = "auto"
     auth_keys: str = ""
     backup_directory: str = ""
+    drain_delay: Duration = Duration(0)
     grace: Duration = Duration(30_000)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -146,6 +147,7 @@ _ABOUT: Final = {
     "auth_mode": "Who needs a key; auto: everybody, unless only this machine can connect.",
     "auth_keys": "The keys file; 'penstock keys' writes it.",
     "backup_directory": "Where 'penstock backup' may have a server write.",
+    "drain_delay": "How long a stopping server goes on serving while /ready is 503.",
     "grace": "How long a stopping server waits for requests at work.",
     "log_level": "Lowest level that is logged.",
     "log_format": "Format of a log line.",

@@ -238,9 +238,13 @@ class Listener:
         """Accept no more, answer the requests at work, then close the connections."""
         raise NotImplementedError
 
+    def take(self, sockets: list[socket.socket]) -> None:
+        """Accept by sockets that are bound already, once it is started."""
+        self._sockets = sockets
+
     async def start(self) -> None:
         """Bind, and accept from now on."""
-        self._sockets = bind(*self.address)
+        self._sockets = self._sockets or bind(*self.address)
         self.address = self._sockets[0].getsockname()[:2]
         for made in self._sockets:
             made.setblocking(False)  # noqa: FBT003

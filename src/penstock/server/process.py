@@ -2,8 +2,9 @@
 
 ::
 
-    open the store ─▶ listen ─▶ ready ─▶ SIGTERM, SIGINT ─▶ not ready, parked claims handed back
-                                   │                          └▶ requests at work finished ─▶ closed
+    open the store ─▶ listen ─▶ ready ─▶ SIGTERM, SIGINT ─▶ not ready, served for drain_delay
+                                   │      └▶ listeners and parked claims ended ─▶ requests at work
+                                   │         finished ─▶ the store closed: a standby takes it over
                                    ├─ SIGHUP: keys and certificate read again
                                    └─ the store is lost, by a take-over or else ─▶ the same end,
                                       with an error; a standby stands by again
@@ -17,17 +18,15 @@ import gc
 import logging
 import os
 import signal
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.readers import watch_owner
 from penstock.server import config as configuring
-from penstock.server.config import OFF, Address, Config
+from penstock.server.config import OFF, Config
 from penstock.server.connections import bind, raise_file_limit
 from penstock.server.security import Keys
 from penstock.server.served_store import (
@@ -40,8 +39,9 @@ from penstock.server.served_store import (
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
+    import socket
     import ssl
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
@@ -57,6 +57,37 @@ _LOST_GRACE_MS: Final = 1_000
 _LOOKS: Final = 3
 
 
+class _Taken(NamedTuple):
+    """A store that this process has opened; a standby has bound sockets and watches signals."""
+
+    broker: Broker
+    bound: dict[str, list[socket.socket]]
+    told: Stop | None = None
+
+
+class Stop:
+    """The signals that end the process: the first one in order, a second one at once."""
+
+    def __init__(self) -> None:
+        self.begun, self.at_once = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if self.begun.is_set():
+            self.at_once.set()
+            return
+        log.info("stopping", extra={"fields": {"signal": number.name}})
+        self.begun.set()
+
+    async def within(self, seconds: float) -> bool:
+        """Wait for the first signal; False if it does not come in time."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.begun.wait(), seconds)
+        return self.begun.is_set()
+
+
 def serve(config: Config, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, in the main thread; a second signal ends it at once.
 
@@ -70,15 +101,16 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
     try:
         again = False
         while (taken := _take(loop, config, say, again=again)) is not None:
-            broker, taken_config = taken
             told_to_stop = False
             try:
                 try:
                     asyncio.set_event_loop(loop)
-                    in_order = loop.run_until_complete(_serve(Server(broker, taken_config), say))
+                    server = Server(taken.broker, config)
+                    in_order = loop.run_until_complete(_serve(server, say, taken))
                     told_to_stop = True
                 finally:
-                    _close(broker)
+                    _close_sockets(taken.bound)
+                    _close(taken.broker)
             except StorageFailed:
                 _write_ports(config, None)
                 if told_to_stop or not config.standby:
@@ -87,6 +119,7 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
                 continue
             _write_ports(config, None)
             if not in_order:
+                log.warning("stopped at once: what was in hand was left")
                 # Threads that still work would hold up an ordinary exit.
                 os._exit(1)
             break
@@ -94,31 +127,43 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
     finally:
         asyncio.set_event_loop(None)
         loop.close()
+    log.info("stopped")
     say("stopped")
 
 
 def _take(
     loop: asyncio.AbstractEventLoop, config: Config, say: Callable[[str], None], *, again: bool
-) -> tuple[Broker, Config] | None:
+) -> _Taken | None:
     """Open the store; a standby waits until it is free, and returns None if a signal stops it."""
     # Bad settings are refused before a store is made or taken from another.
     if configuring.authenticates(config):
         Keys(Path(config.auth_keys))
     tls = tls_of(config)
     if not config.standby:
-        _try_addresses(config)
-        return open_broker(config), config
+        _close_sockets(_bind(config, config.addresses()))
+        return _Taken(open_broker(config), {})
     asyncio.set_event_loop(loop)
     return loop.run_until_complete(_stand_by(config, say, tls, again=again))
 
 
-def _try_addresses(config: Config) -> None:
-    """Refuse an address that can't be listened on while that costs nothing."""
-    for name, address in config.addresses().items():
-        # A standby listens for HTTP already.
-        if name != "http" or not config.standby:
-            for trial in bind(*address):
-                trial.close()
+def _bind(config: Config, names: Iterable[str]) -> dict[str, list[socket.socket]]:
+    """Bind the sockets of listeners, all or none; InvalidInput names an address that is taken."""
+    addresses = config.addresses()
+    bound: dict[str, list[socket.socket]] = {}
+    try:
+        for name in names:
+            bound[name] = bind(*addresses[name])
+    except InvalidInput:
+        _close_sockets(bound)
+        raise
+    return bound
+
+
+def _close_sockets(bound: dict[str, list[socket.socket]]) -> None:
+    """Close sockets; those that their listener has closed already are left out."""
+    for sockets in bound.values():
+        for each in sockets:
+            each.close()
 
 
 def _close(broker: Broker) -> None:
@@ -149,18 +194,12 @@ def _settle_in() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-async def _serve(server: Server, say: Callable[[str], None]) -> bool:
+async def _serve(server: Server, say: Callable[[str], None], taken: _Taken) -> bool:
     """Return whether it ended in order, with everything answered; raise if the store is lost."""
     loop = asyncio.get_running_loop()
-    stopping, at_once = asyncio.Event(), asyncio.Event()
-
-    def signalled() -> None:
-        (at_once if stopping.is_set() else stopping).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
+    told = taken.told or Stop()
     loop.add_signal_handler(signal.SIGHUP, server.reload)
-    await server.start()
+    await server.start(taken.bound)
     places = ", ".join(map(server.location, server.addresses))
     say(f"serving {without_password(server.config.store)} at {places}")
     try:
@@ -169,14 +208,13 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
         await server.stop(grace_ms=0)
         raise
     _settle_in()
-    lost = await _stopped_or_lost(server, stopping)
+    lost = await _stopped_or_lost(server, told.begun)
     if lost is not None:
         log.error("no more is served: %s", lost)
         await server.stop(grace_ms=min(server.config.grace, _LOST_GRACE_MS))
         raise lost.with_traceback(None)
-    say("stopping: no more calls are taken")
-    stop = loop.create_task(server.stop())
-    hurry = loop.create_task(at_once.wait())
+    stop = loop.create_task(_drain_and_stop(server, say))
+    hurry = loop.create_task(told.at_once.wait())
     await asyncio.wait({stop, hurry}, return_when=asyncio.FIRST_COMPLETED)
     if not stop.done():
         say("stopping at once: what is in hand is left")
@@ -184,6 +222,20 @@ async def _serve(server: Server, say: Callable[[str], None]) -> bool:
     hurry.cancel()
     await stop
     return True
+
+
+async def _drain_and_stop(server: Server, say: Callable[[str], None]) -> None:
+    """Go on serving until load balancers have seen that the server is not ready; then stop it."""
+    delay_s = server.config.drain_delay / 1000
+    if delay_s:
+        server.drain()
+        say(f"stopping: not ready, and calls are served for {delay_s:g} s more")
+        # Nobody is served by a store that is lost.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(server.batcher.lost.wait(), delay_s)
+    log.info("no more calls are taken")
+    say("stopping: no more calls are taken")
+    await server.stop()
 
 
 async def _stopped_or_lost(server: Server, stopping: asyncio.Event) -> PenstockError | None:
@@ -222,9 +274,9 @@ def _write_ports(config: Config, addresses: dict[str, tuple[str, int]] | None) -
 
 # --- standby --------------------------------------------------------------------------------------
 #
-#     watch ─▶ no sign of life for so long ─▶ look afresh ─▶ open the store ─▶ serve it
-#       ▲                                         │                │
-#       └────────── the owner is there ───────────┴── it fails ────┘
+#     watch ─▶ no sign of life for so long, ─▶ look afresh ─▶ bind ─▶ open the store ─▶ serve it
+#       ▲      or the owner has closed it          │           │           │
+#       └─────────── the owner is there ───────────┴───────────┴─ it fails ┘
 #
 # A standby can be wrong about the owner, which may be slow or paused. That costs a change of owners
 # and nothing else, since opening the store fences the owner before, whatever that one does then. A
@@ -239,6 +291,9 @@ class Pulse(Protocol):
 
     def look_again(self) -> int:
         """Return the number now, read afresh."""
+
+    def closed(self) -> bool:
+        """Whether the owner had closed the store by the last look, or there was none yet."""
 
 
 class Silence:
@@ -265,7 +320,7 @@ class Silence:
 
 async def _stand_by(
     config: Config, say: Callable[[str], None], tls: ssl.SSLContext | None, *, again: bool
-) -> tuple[Broker, Config] | None:
+) -> _Taken | None:
     """Wait until the store is free, and take it; None if a signal said to stop before.
 
     ``again``: this process owned the store before, and lost it. It may be out of reach for now.
@@ -275,46 +330,51 @@ async def _stand_by(
     pulse = await asyncio.to_thread(
         lambda: watch_owner(config.store, routing=config.routing or None, check=not again)
     )
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    told = Stop()
     # There are no keys in use yet that could be read again.
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)
-    async with _standby_pages(config, tls) as port:
+    async with _standby_pages(config, tls) as http:
         say(f"standing by for {config.store}")
-        while await until_silent(pulse, config.standby_after, SystemClock(), stopping):
-            log.warning("the owner of %s gives no sign of life: taking over", config.store)
+        while (why := await until_free(pulse, config.standby_after, SystemClock(), told)) != "":
+            log.warning("%s %s: taking over", config.store, why)
             try:
-                _try_addresses(config)
-                broker = await asyncio.to_thread(open_broker, config)
-            except StorageFailed as error:
+                return await _take_over(config, http, told)
+            except (InvalidInput, StorageFailed) as error:
                 log.error("the store can't be taken over now: %s", error)  # noqa: TRY400
-                continue
-            if port is None:
-                return broker, config
-            # HTTP stays at the port that the standby had.
-            host = config.listen_http.rpartition(":")[0]
-            listen_http = Address(f"{host}:{port}")
-            return broker, msgspec.structs.replace(config, listen_http=listen_http)
+            await told.within(config.standby_after / 1000)
     return None
 
 
-async def until_silent(pulse: Pulse, after_ms: int, clock: Clock, stopping: asyncio.Event) -> bool:
-    """Return once there has been no sign of life for so long; False if stopped before."""
+async def _take_over(config: Config, http: dict[str, list[socket.socket]], told: Stop) -> _Taken:
+    """Bind what is not bound yet, then open the store: an owner is fenced only if both can be."""
+    names = [name for name in config.addresses() if name not in http]
+    with ExitStack() as stack:
+        bound = _bind(config, names)
+        stack.callback(_close_sockets, bound)
+        # gRPC binds its own: that its port is free has to do.
+        _close_sockets({"flight": bound.pop("flight", [])})
+        # HTTP stays at the port that the standby has, which it closes for itself.
+        bound |= {name: [each.dup() for each in sockets] for name, sockets in http.items()}
+        broker = await asyncio.to_thread(open_broker, config)
+        stack.pop_all()
+    return _Taken(broker, bound, told)
+
+
+async def until_free(pulse: Pulse, after_ms: int, clock: Clock, told: Stop) -> str:
+    """Return why the store has no owner, once it has none; empty if stopped before."""
     step_ms = after_ms / _LOOKS
     silence = Silence(2 * step_ms)
-    while not stopping.is_set():
+    while not told.begun.is_set():
         number = await _look(pulse.look)
-        if silence.look(number, clock.seconds() * 1000) >= after_ms:
+        silent = silence.look(number, clock.seconds() * 1000) >= after_ms
+        closed = number is not None and bool(await _look(pulse.closed))
+        if silent or closed:
             afresh = await _look(pulse.look_again)
             if afresh == number:
-                return True
+                return "has no owner" if closed else "has an owner that gives no sign of life"
             silence.look(afresh, clock.seconds() * 1000)
-        try:
-            await asyncio.wait_for(stopping.wait(), step_ms / 1000)
-        except TimeoutError:
-            continue
-    return False
+        await told.within(step_ms / 1000)
+    return ""
 
 
 async def _look(how: Callable[[], int]) -> int | None:
@@ -326,24 +386,25 @@ async def _look(how: Callable[[], int]) -> int | None:
 
 
 @asynccontextmanager
-async def _standby_pages(config: Config, tls: ssl.SSLContext | None) -> AsyncIterator[int | None]:
-    """Answer /health, /ready and /metrics, if HTTP is to be served; give the port."""
+async def _standby_pages(
+    config: Config, tls: ssl.SSLContext | None
+) -> AsyncIterator[dict[str, list[socket.socket]]]:
+    """Answer /health, /ready and /metrics, if HTTP is to be served; give its sockets, as http."""
     if config.listen_http == OFF:
-        yield None
+        yield {}
         return
     from penstock.server.admin import standby_routes  # noqa: PLC0415 - needs an extra
     from penstock.server.http import Http, Response  # noqa: PLC0415
 
-    host, port = configuring.parse_address(config.listen_http)
+    bound = _bind(config, ["http"])
     http = Http(
         standby_routes(config),
         lambda _: Response(503, b"standing by\n"),
-        host=host,
-        port=port,
         tls=tls,
     )
+    http.take(bound["http"])
     await http.start()
     try:
-        yield http.address[1]
+        yield bound
     finally:
         await http.stop(1_000)

@@ -34,8 +34,9 @@ from penstock.server.metrics import Metrics, note_backup
 from penstock.server.security import Keys, PageGuard, is_loopback, server_tls
 
 if TYPE_CHECKING:
+    import socket
     import ssl
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from penstock.clock import Clock
     from penstock.server.console import Console
@@ -71,12 +72,13 @@ class Server:
         self._listeners: dict[str, Listener] = {}
         self._watches: list[asyncio.Task[None]] = []
         self._listening = False
+        self._draining = False
         self._stopped = False
 
     # --- life --------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Listen everywhere, or nowhere."""
+    async def start(self, bound: Mapping[str, list[socket.socket]] | None = None) -> None:
+        """Listen everywhere, or nowhere; ``bound`` are sockets of listeners, by their name."""
         loop = asyncio.get_running_loop()
         if self.config.tracing:
             from penstock.server.tracing import TracedBatcher  # noqa: PLC0415 - an extra
@@ -94,6 +96,7 @@ class Server:
             load_protocols(self.config)
             for name, (host, port) in self.config.addresses().items():
                 listener = _KINDS[name].make(self, host, port)
+                listener.take((bound or {}).get(name, []))
                 await listener.start()
                 self._listeners[name] = listener
                 self.addresses[name] = listener.address[:2]
@@ -150,6 +153,8 @@ class Server:
         """Why the server takes no requests, and since when; None: it does. Never waits."""
         if not self._listening:
             return "not ready: the server is starting or stopping"
+        if self._draining:
+            return "not ready: the server is stopping; calls are still served"
         outage, failure = self.broker.outage, self.broker.failure
         if outage is not None:
             return f"not ready for {self.clock.seconds() - outage.since:.0f} s: {outage.why}"
@@ -195,6 +200,10 @@ class Server:
                 log.warning("idle connections of Flight are closed: they leave too few files")
             before = closed
             await asyncio.sleep(min(max(free / _CONNECTIONS_PER_SECOND, 0.02), 0.5))
+
+    def drain(self) -> None:
+        """Be not ready from now on, so that load balancers send nobody; calls are still served."""
+        self._draining = True
 
     async def stop(self, *, grace_ms: int | None = None) -> None:
         """Accept no more, answer the requests at work, and close; the broker stays open."""

@@ -3,7 +3,7 @@
 ::
 
     00 | "layout"      MessagePack [version, names of the tables]: a table's byte is its place + 1
-    00 | "beat"        nothing; written so that the log goes on, as a sign of life
+    00 | "beat"        01: so that the log goes on, as a sign of life; 00: its owner has closed it
     nn | key           a row of table nn
 
 Commits go to the library's memory, where reads find them; :meth:`SlateEngine.sync` writes the
@@ -13,7 +13,8 @@ by itself, so that each write of the log is paid for by a verb that waits for it
 One writer owns a database. A second that opens it fences the first: the store refuses whatever the
 first then writes, by a conditional PUT, and the first finds out at its next sync or poll. An owner
 that has nothing to write writes a *beat* now and then, so that a standby that watches its log
-(:class:`~penstock.engines.slatedb.objects.OwnerHeartbeat`) can tell that it is there.
+(:class:`~penstock.engines.slatedb.objects.OwnerHeartbeat`) can tell that it is there. An owner that
+closes the database writes a last beat, which hands the database over to the standby.
 
 The library repeats for ever what an object store refuses or does not answer. A sync waits for it.
 Once that takes long the engine is *away*; a sync that has waited too long fails, and the engine
@@ -42,6 +43,8 @@ from penstock.engines.slatedb.binding import (
 )
 from penstock.engines.slatedb.objects import LogFiles
 from penstock.engines.slatedb.tables import (
+    BEAT_KEY,
+    CLOSED,
     LAYOUT,
     LAYOUT_KEY,
     SILENCE_S,
@@ -68,7 +71,6 @@ T = TypeVar("T")
 # The least time from one write of the log to the next: under load, all commits that gather
 # meanwhile share the cost of one object. A directory has no price for each file.
 FLUSH_MS: Final[Mapping[str, int]] = {"file": 0, "s3": 20}
-_BEAT_KEY: Final = b"\0beat"
 _WATCH_S: Final = 0.25
 _BLOCK_CACHE_BYTES: Final = 64 << 20
 # A restart reads every object of the log that is not in a file of rows yet: so many may be left by
@@ -272,12 +274,23 @@ class SlateEngine:
         try:
             if self._failure is None:
                 self.sync()
+                self._hand_over()
         except StorageFailed as error:
             raise type(error)(f"the last changes may not be durable: {error}") from error
         finally:
             long_log = self._log_objects > _LEFT_AT_CLOSE
             self._shut_down(slate.FlushType.MEM_TABLE if long_log else slate.FlushType.WAL)
             self._rows.close()
+
+    def _hand_over(self) -> None:
+        """Tell a standby that nobody owns the database any more, by the last object of the log."""
+        # A beat of the watcher must not come after it.
+        self._watcher.join(_AWAY_S)
+        # If it fails, the standby finds out by waiting: so it need not be synced either.
+        with contextlib.suppress(Error, CallTimeout):
+            call(self._db.write(make_batch([(BEAT_KEY, CLOSED)])), _AWAY_S)
+            call(self._db.flush_with_options(_TO_LOG), _AWAY_S)
+            self._log_objects += 1
 
     def requests(self) -> dict[str, int]:
         """Count the requests to the object store so far: get, list, put, delete."""
@@ -362,7 +375,7 @@ class SlateEngine:
         # It promises nothing to anybody: if it fails, nothing is in doubt. Not by sync(), for whose
         # lock a verb would have to wait.
         with contextlib.suppress(Error, CallTimeout):
-            call(self._db.write(make_batch([(_BEAT_KEY, b"\1")])), _AWAY_S)
+            call(self._db.write(make_batch([(BEAT_KEY, b"\1")])), _AWAY_S)
             call(self._db.flush_with_options(_TO_LOG), _AWAY_S)
             self._log_objects += 1
 

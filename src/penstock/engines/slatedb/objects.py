@@ -44,7 +44,14 @@ from penstock.engines.slatedb.binding import (
     call_all,
     translate_open,
 )
-from penstock.engines.slatedb.tables import SILENCE_S, Rows, families_of, make_tables
+from penstock.engines.slatedb.tables import (
+    BEAT_KEY,
+    CLOSED,
+    SILENCE_S,
+    Rows,
+    families_of,
+    make_tables,
+)
 from penstock.errors import StorageFailed, StoreDamaged, StoreMismatch
 from penstock.limits import MAX_READER_SNAPSHOT_MS
 
@@ -335,14 +342,15 @@ class OwnerHeartbeat:
     """The number of the last object of a database's log: it grows while somebody owns the database.
 
     Every write of an owner is one more object of its log, and an owner with nothing to write writes
-    one now and then. Nothing is written here, and no object is read: only whether it exists is
-    asked.
+    one now and then. Nothing is written here, and of the log only the last object is read, once.
     """
 
     def __init__(self, location: SlateLocation) -> None:
         self.location = location
         self._store = location.store()
         self._last = 0
+        # The last object that was read, and whether an owner closed the database with it.
+        self._read: tuple[int, bool] = 0, True
 
     def look(self) -> int:
         """Return the number now; 0 if there is no database yet. About ten HEAD requests."""
@@ -365,6 +373,26 @@ class OwnerHeartbeat:
         before, self._last = self._last, 0
         self._last = max(before, self.look())
         return self._last
+
+    def closed(self) -> bool:
+        """Whether nobody owns the database: its owner has closed it, or there is none yet.
+
+        As of the last look.
+        """
+        number = self._last
+        if number != self._read[0]:
+            logs = SlateDbWalReader(self.location.path, self._store)
+            try:
+                iterator = call(logs.iterator(number), _HEARTBEAT_ANSWER_S)
+                found = call(iterator.next(), _HEARTBEAT_ANSWER_S)
+            except (Error, CallTimeout) as error:
+                # An object that an owner has removed since is not its last one.
+                if isinstance(error, Error.Data) and TRUNCATED in error.message:
+                    return False
+                translate_open(error, self.location)
+            rows = () if found is None else found.rows
+            self._read = number, any((row.key, row.value) == (BEAT_KEY, CLOSED) for row in rows)
+        return self._read[1]
 
     def _first_kept(self) -> int:
         """Return the number after which no object of the log has been removed."""

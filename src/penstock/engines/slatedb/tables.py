@@ -31,6 +31,9 @@ RowSource: TypeAlias = "Db | DbSnapshot | DbReader"
 SILENCE_S: Final = MAX_OBJECT_STORE_SILENCE_MS / 1000
 LAYOUT_KEY: Final = b"\0layout"
 LAYOUT: Final = 1
+BEAT_KEY: Final = b"\0beat"
+# The value of the last beat, by an owner that closes the database.
+CLOSED: Final = b"\0"
 # From this many keys on, keys that lie close together are read by one scan.
 _SCAN_FROM: Final = 4
 # The cost of an entry of the cache beside its bytes.
