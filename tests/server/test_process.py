@@ -103,6 +103,45 @@ def test_a_second_signal_ends_it_at_once(serve: Callable[..., Any], tmp_path: Pa
         assert broker.store_stats().published_total == 100
 
 
+def test_calls_are_served_while_it_drains(serve: Callable[..., Any], wait_until: Any) -> None:
+    server = serve("--drain-delay", "3s", "--log-format", "json", native=True)
+    address = f"penstock://127.0.0.1:{server.ports['native']}"
+    with penstock.connect(address) as client:
+        client.create_queue("q")
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: server.ask("GET", "/ready").status == 503)
+        assert b"calls are still served" in server.ask("GET", "/ready").body
+        client.send("q", b"on a connection that was there")
+        with penstock.connect(address) as another:
+            another.send("q", b"on a new one")
+        assert put(FlightStore(server.flight)) == 1
+        assert server.ask("GET", "/health").status == 200
+    said = server.finish()
+    assert server.process.returncode == 0
+    assert said.splitlines()[1:] == [
+        "stopping: not ready, and calls are served for 3 s more",
+        "stopping: no more calls are taken",
+        "stopped",
+    ]
+    records = [msgspec.json.decode(line) for line in server.log.read_text().splitlines()]
+    texts = [each["message"] for each in records]
+    ends = ["stopping", "no more calls are taken", "stopped"]
+    assert [text for text in texts if text in ends] == ends
+    assert [each["signal"] for each in records if each["message"] == "stopping"] == ["SIGTERM"]
+
+
+def test_a_second_signal_ends_it_also_while_it_drains(
+    serve: Callable[..., Any], wait_until: Any
+) -> None:
+    server = serve("--drain-delay", "10m")
+    server.signal(signal.SIGTERM)
+    wait_until(lambda: server.ask("GET", "/ready").status == 503)
+    server.signal(signal.SIGINT)
+    assert "stopping at once" in server.finish()
+    assert server.process.returncode == 1
+    assert "stopped at once: what was in hand was left" in server.log.read_text()
+
+
 def test_a_port_that_is_taken_leaves_nothing_behind(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
