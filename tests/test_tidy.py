@@ -100,8 +100,8 @@ LAYERS = {
     "importers": {*GROUND, "__init__", "broker", "clock", "filters", "store.codec", "validation"},
     "server": {
         *BROKER,
-        *("__init__", "addresses", "broker", "engines.disk", "flight.listener", "readers"),
-        *("tracing", "wire"),
+        *("__init__", "addresses", "broker", "engines.disk", "engines.places", "flight.listener"),
+        *("readers", "tracing", "wire"),
     },
     "flight": {*BROKER, "__init__", "addresses", "broker", "server.metrics", "server.security"},
     "spark": {
@@ -111,7 +111,7 @@ LAYERS = {
     "cli": {
         *GROUND,
         *("__init__", "addresses", "broker", "client", "clock", "filters", "flight", "importers"),
-        *("salvage", "server", "spark", "store", "urls", "worker"),
+        *("engines.places", "salvage", "server", "spark", "store", "urls", "worker"),
     },
     "integrations": set(),
     "integrations.django": {"__init__", "integrations.opening", "model", "urls"},
@@ -137,7 +137,7 @@ CONFINED = {
     "psycopg": {"store.sql"},
     "hypothesis": {"testing"},
     "pytest": {"testing"},
-    "pyarrow": {"flight", "spark"},
+    "pyarrow": {"engines.places", "flight", "spark"},
     "pyspark": {"spark", "cli"},
     "deltalake": {"spark"},
     "click": {"cli"},

@@ -205,6 +205,12 @@ MAX_READER_SNAPSHOT_MS: Final = 30 * 60_000
 HEARTBEAT_MS: Final = 2_000
 MIN_STANDBY_AFTER_MS: Final = 3_000
 
+# --- backups ------------------------------------------------------------------------------------
+# How long a backup and a prune may take: a prune of a place waits for backups that are younger, and
+# a backup for prunes.
+MAX_BACKUP_MS: Final = 24 * 3_600_000
+MAX_PRUNE_MS: Final = 3_600_000
+
 # --- workers ------------------------------------------------------------------------------------
 MAX_CONCURRENCY: Final = 10_000
 # Handlers' ends that the store has not confirmed; with more of them a worker claims nothing.

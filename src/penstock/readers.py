@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.broker.reader import Reader
 from penstock.clock import Clock, SystemClock
@@ -21,7 +22,10 @@ from penstock.urls import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from penstock.engines import Engine
+    from penstock.engines.places import Place
     from penstock.engines.slatedb.binding import SlateLocation
     from penstock.engines.slatedb.objects import OwnerHeartbeat
 
@@ -69,6 +73,52 @@ def open_copy(path: Path) -> Reader:
     except BaseException:
         below.close()
         raise
+
+
+class HeldObjects(NamedTuple):
+    """The objects of a store on object storage at one moment, the manifest last."""
+
+    store_id: str
+    place: Place
+    names: list[str]
+
+
+@contextmanager
+def held_objects(url: str) -> Iterator[HeldObjects]:
+    """Hold a store on object storage as it is now, whoever owns it, so that it can be copied."""
+    location = place_to_read(url)
+    from penstock.engines.slatedb import copying, objects  # noqa: PLC0415
+
+    record = objects.peek(location, "default", IDENTITY_KEY) or b""
+    store_id = check_identity(url, record, None, None).store_id
+    with copying.held_objects(location) as names:
+        yield HeldObjects(f"{store_id:08x}", copying.place_of(location), names)
+
+
+@contextmanager
+def fill_objects(url: str) -> Iterator[Place]:
+    """Give the files of a store on object storage that is to be; if that fails, they are removed.
+
+    Refuse a location where anything is.
+    """
+    location = slatedb_place(parse_url(url))
+    from penstock.engines.slatedb import copying  # noqa: PLC0415
+
+    place = copying.place_of(location)
+    if place.sizes():
+        raise StoreMismatch(f"{location} is not empty: a store is restored to where nothing is")
+    try:
+        yield place
+    except BaseException:
+        # The manifest first: what is left without it is not taken for a store.
+        for name in sorted(place.sizes(), key=lambda name: not name.startswith("manifest/")):
+            place.delete(name)
+        raise
+
+
+def rocksdb_directory(url: str) -> Path:
+    """Return the directory of a RocksDB store."""
+    return Path(parse_url(url).place)
 
 
 def place_to_read(url: str) -> SlateLocation:

@@ -208,13 +208,13 @@ def test_of_two_backups_of_one_name_one_is_kept_whole(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = threading.Barrier(2)
-    sync = backups._sync
+    sync = backups.sync_tree
 
     def together(directory: Path) -> int:
         both.wait(60)
         return sync(directory)
 
-    monkeypatch.setattr(backups, "_sync", together)
+    monkeypatch.setattr(backups, "sync_tree", together)
     outcomes: list[object] = []
 
     def run(broker: penstock.Broker) -> None:
@@ -243,7 +243,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     def fail(_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(backups, "_sync", fail)
+    monkeypatch.setattr(backups, "sync_tree", fail)
     with (
         penstock.open(f"rocksdb:{store}") as broker,
         pytest.raises(StorageFailed, match="No space left"),

@@ -1,4 +1,4 @@
-"""Long-running processes and their care: ``serve``, ``config``, ``work``, ``keys``, backups."""
+"""Long-running processes and their care: ``serve``, ``config``, ``work``, ``keys``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from click.core import ParameterSource
 
 import penstock
 from penstock import limits
 from penstock.cli import common
 from penstock.cli.common import duration
-from penstock.cli.opening import find_url, open_store, url_option
-from penstock.client import Client
+from penstock.cli.opening import open_store
 from penstock.errors import InvalidInput
-from penstock.server import backup as backups
 from penstock.server import security
 from penstock.server.config import SETTINGS, configure_logs, load, parse_address
 from penstock.worker.outcome import resolve
@@ -287,66 +284,3 @@ def check(ctx: click.Context, path: Path, action: str | None, queue: str) -> Non
     text = f"the token is that of key {principal.key_id}{what}"
     common.answer({"key_id": principal.key_id, "allowed": allowed}, text)
     ctx.exit(0 if allowed else 1)
-
-
-# --- backups --------------------------------------------------------------------------------------
-
-
-@click.command("backup")
-@click.argument("destination")
-@url_option("--url", "--store", needed=False, help="A server, or a store nobody has open.")
-@click.option("--verify", is_flag=True,
-              help="Check the backup DESTINATION; with --url, make it first.")  # fmt: skip
-@common.json_option
-@click.pass_context
-def backup(ctx: click.Context, destination: str, store: str, *, verify: bool) -> None:
-    """Copy a store to a directory that is not there yet.
-
-    The copy is there whole or not at all. A server makes it in its backup directory, under the
-    name DESTINATION, and goes on serving; its key must allow to admin all queues.
-
-    --verify reads the whole backup and changes nothing of it; ends with 1 if anything is wrong.
-    It makes one only if --url is on the command line, not for PENSTOCK_URL.
-    """
-    path = Path(destination)
-    report: dict[str, Any] = {}
-    lines = []
-    # Variables are set for other commands too: they don't make a mistyped name into a backup.
-    if verify and ctx.get_parameter_source("store") is not ParameterSource.COMMANDLINE:
-        if not path.is_dir():
-            raise click.ClickException(f"there is no backup at {path}; --url URL makes one")
-    else:
-        path, report["bytes"] = _make_backup(destination, find_url(store))
-        lines.append(f"backed up to {path}: {report['bytes']} bytes")
-        if verify and not path.is_dir():
-            raise click.ClickException(
-                f"made, and not verified: it is on the server's machine; there, penstock backup "
-                f"{path} --verify"
-            )
-    if verify:
-        report["records"] = sum(backups.verify(path).checked.values())
-        lines.append(f"{path} is sound: {report['records']} records were read, no violations")
-    common.answer({"path": str(path), **report}, "\n".join(lines))
-
-
-def _make_backup(destination: str, url: str) -> tuple[Path, int]:
-    with open_store(url) as broker:
-        if isinstance(broker, Client):
-            path, size = broker.backup(destination)
-            return Path(path), size
-        return Path(destination), backups.backup(broker, Path(destination))
-
-
-@click.command("restore")
-@click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--to", "target", type=click.Path(path_type=Path), required=True,
-              help="The directory of the new store: empty, or not there.")  # fmt: skip
-@common.json_option
-def restore(source: Path, target: Path) -> None:
-    """Make a store of a backup.
-
-    The backup stays as it is, and is verified first.
-    """
-    size = backups.restore(source, target)
-    text = f"restored {source} to {target}: {size} bytes; open it as rocksdb:{target}"
-    common.answer({"url": f"rocksdb:{target}", "bytes": size}, text)

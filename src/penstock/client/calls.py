@@ -400,9 +400,12 @@ def sweep(*, budget: int = 1_000) -> Call[SweepCounts]:
     return Call(wire.Sweep(0, budget), SweepCounts)
 
 
-def backup(name: str) -> Call[tuple[str, int]]:
-    """Copy the store into the server's backup directory; return the path there and the bytes."""
-    return Call(wire.Backup(0, name), tuple[str, int], Repeat.NEVER)
+def backup(name: str, *, incremental: bool = False) -> Call[tuple[str, int]]:
+    """Copy the store into the server's backup directory; return the path there and the bytes.
+
+    Of an ``incremental`` backup: its name, which is the time if none is given, and the new bytes.
+    """
+    return Call(wire.Backup(0, name, incremental), tuple[str, int], Repeat.NEVER)
 
 
 def ping() -> Call[int]:

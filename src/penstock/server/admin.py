@@ -17,10 +17,9 @@ import msgspec
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
-from penstock.server.backup import backup_into
 from penstock.server.config import authenticates
 from penstock.server.http import Response
-from penstock.server.metrics import CONTENT_TYPE, Metrics, note_backup
+from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.security import ANYONE, Keys, token_of
 from penstock.store.sql.location import without_password
 
@@ -39,6 +38,7 @@ _FRESH_SECONDS: Final = 1.0
 
 class _Backup(msgspec.Struct, forbid_unknown_fields=True):
     name: str
+    incremental: bool = False
 
 
 def routes(server: Server) -> dict[tuple[str, str], Handler]:
@@ -147,13 +147,13 @@ class _Pages:
             asked = msgspec.json.decode(request.body, type=_Backup)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidInput(str(error)) from None
-        directory = self._server.batcher.backup_directory
+        backups = self._server.batcher.backups
         # On the batcher's threads: those of the pages must be free, however long it takes.
         path, size = await self._server.batcher.call(
-            lambda broker: backup_into(broker, directory, asked.name), long=True
+            lambda broker: backups.make(broker, asked.name, incremental=asked.incremental),
+            long=True,
         )
-        note_backup(self._server.clock.now_ms() / 1000)
-        return _json(200, {"path": str(path), "bytes": size})
+        return _json(200, {"path": path, "bytes": size})
 
 
 _CHALLENGE = (("www-authenticate", 'Bearer realm="penstock"'),)

@@ -30,6 +30,7 @@ from penstock import limits
 from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
 from penstock.errors import BrokerClosed, InvalidInput, PenstockError
 from penstock.packing import pack_messages
+from penstock.server.incremental import ServerBackups
 from penstock.server.subscriptions import MAX_CLAIMED, PushClaim, Subscriptions
 from penstock.server.waiting import WaitingClaim
 from penstock.store.codec.claimed import ClaimedMessages
@@ -97,10 +98,10 @@ class Batcher:
 
     def __init__(self, broker: Broker, loop: AbstractEventLoop) -> None:
         self.broker = broker
-        # Where clients may have backups made; empty: nowhere.
-        self.backup_directory = ""
         # Called with the queue of each claim that got messages, and how long the first had waited.
         self.note_claimed: Callable[[str, int], None] = lambda *_: None
+        # The backups that clients may have made: none, unless the server says where.
+        self.backups = ServerBackups("", "")
         self._loop = loop
         self._gathered: dict[Answer, Request] = {}
         self._scheduled = False

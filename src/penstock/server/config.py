@@ -146,7 +146,7 @@ _ABOUT: Final = {
     "tls_client_ca": "Certificate authority of the clients' certificates: mutual TLS.",
     "auth_mode": "Who needs a key; auto: everybody, unless only this machine can connect.",
     "auth_keys": "The keys file; 'penstock keys' writes it.",
-    "backup_directory": "Where 'penstock backup' may have a server write.",
+    "backup_directory": "Where 'penstock backup' has a server write: a path, or s3://BUCKET/PREFIX.",
     "drain_delay": "How long a stopping server goes on serving while /ready is 503.",
     "grace": "How long a stopping server waits for requests at work.",
     "log_level": "Lowest level that is logged.",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import penstock
 from penstock.broker.broker import Broker
 from penstock.clock import SystemClock, loop_seconds
-from penstock.errors import InvalidInput, did_you_mean, needs_extra
+from penstock.errors import InvalidInput, PenstockError, did_you_mean, needs_extra
 from penstock.readers import note_server
 from penstock.server import config as configuring
 from penstock.server.batcher import Batcher
@@ -30,6 +30,7 @@ from penstock.server.connections import (
     room_for_connections,
     room_for_files,
 )
+from penstock.server.incremental import ServerBackups
 from penstock.server.metrics import Metrics, note_backup
 from penstock.server.security import Keys, PageGuard, is_loopback, server_tls
 
@@ -86,11 +87,12 @@ class Server:
             self.batcher = TracedBatcher(self.broker, loop)
         else:
             self.batcher = Batcher(self.broker, loop)
-        self.batcher.backup_directory = self.config.backup_directory
+        self.batcher.backups = ServerBackups(self.config.store, self.config.backup_directory)
         self.batcher.note_claimed = self.metrics.queues.note_claimed
         if self.config.backup_directory:
             self.metrics.expects_backups = True
-            note_backup(_newest_backup(Path(self.config.backup_directory)))
+            self.batcher.backups.when_made = note_backup
+            await asyncio.to_thread(self._note_last_backup)
         self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self.gauges)
         try:
             load_protocols(self.config)
@@ -201,6 +203,12 @@ class Server:
             before = closed
             await asyncio.sleep(min(max(free / _CONNECTIONS_PER_SECOND, 0.02), 0.5))
 
+    def _note_last_backup(self) -> None:
+        try:
+            self.batcher.backups.note_last()
+        except PenstockError as error:
+            log.warning("backup.directory can't be read: %s", error)
+
     def drain(self) -> None:
         """Be not ready from now on, so that load balancers send nobody; calls are still served."""
         self._draining = True
@@ -223,16 +231,6 @@ class Server:
         for close in self.closing:
             close()
         await self.batcher.close()
-
-
-def _newest_backup(directory: Path) -> float:
-    """Return when the newest backup of a directory was made, in seconds; 0: there is none."""
-    newest = 0.0
-    for mark in directory.glob("*/PENSTOCK"):
-        # Somebody may remove it at any moment.
-        with suppress(OSError):
-            newest = max(newest, mark.stat().st_mtime)
-    return newest
 
 
 # --- listeners, one for each protocol -------------------------------------------------------------

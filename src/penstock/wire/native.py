@@ -266,10 +266,12 @@ class Sweep(Request, tag=28):
 class Backup(Request, tag=29):
     """Copy the store into the server's backup directory, under a name.
 
-    Answered with the path on the server's machine, and the bytes.
+    Answered with the path on the server's machine, and the bytes; an ``incremental`` backup with
+    its name, which the server chooses if it is empty, and the bytes that were new.
     """
 
     name: str
+    incremental: bool = False
 
 
 class Consume(Request, tag=30):

@@ -255,10 +255,10 @@ class SlateEngine:
                 self.check()
 
     def checkpoint(self, path: Path) -> None:
-        """Refuse: a copy of an object store is made by the object store."""
+        """Refuse: a copy that is not incremental would read the whole bucket each time."""
         raise InvalidInput(
-            f"{self.location} can't be copied to {path}: copy the objects while no broker has it "
-            "open"
+            f"{self.location} can't be copied to {path} as a directory: penstock backup create "
+            f"PLACE --url {self.location}"
         )
 
     def on_lost(self, told: Callable[[PenstockError], None]) -> None:

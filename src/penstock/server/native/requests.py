@@ -27,12 +27,9 @@ import msgspec
 from penstock import limits
 from penstock.broker.broker import Broker
 from penstock.broker.requests import Ack, Publish
-from penstock.clock import SystemClock
 from penstock.errors import NotAllowed, PenstockError, QueueNotFound, StoreDamaged
 from penstock.packing import check_packed
-from penstock.server.backup import backup_into
 from penstock.server.batcher import Batcher
-from penstock.server.metrics import note_backup
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
 from penstock.validation import check_count, check_receipts
 from penstock.wire import native as wire
@@ -159,14 +156,12 @@ def _all_stats(broker: Broker, after: str, limit: int) -> wire.StatsPage:
 
 
 def _backup(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
-    name = pending.request.name
+    asked = pending.request
 
-    def copy(broker: Broker) -> tuple[str, int]:
-        path, size = backup_into(broker, batcher.backup_directory, name)
-        note_backup(SystemClock().now_ms() / 1000)
-        return str(path), size
+    def make(broker: Broker) -> tuple[str, int]:
+        return batcher.backups.make(broker, asked.name, incremental=asked.incremental)
 
-    return batcher.call(copy, long=True)
+    return batcher.call(make, long=True)
 
 
 class _StepDoneError(Exception):
