@@ -419,3 +419,33 @@ def test_a_database_that_is_away_fails_the_verb_and_comes_back(
         away.append(broker.away)
         assert [why is None for why in away] == [False, True]
         assert [d.payload for d in broker.claim("q", limit=9)] == [b"y"]
+
+
+def test_a_publish_whose_answer_is_lost_and_whose_duplicates_are_forgotten(
+    broker: Broker, postgres: PostgresServer, url: str
+) -> None:
+    """The repeat comes after the window of a dedup id that the publish had found."""
+    clock = ManualClock()
+    with penstock.open(url, background=False, clock=clock) as sender:
+        (known,) = sender.publish([Message(b"1", {"queue": "q"}, dedup_id="x")])
+        clock.advance(299_999)
+        cut = Cut(sender, postgres, "publish_free")
+        lose = cut._lose
+
+        def forgets(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+            if name == "publish_free" and cut.times:
+                with postgres.connect(url.rpartition("/")[2]) as admin:
+                    admin.execute("DELETE FROM penstock.dedup")
+            return lose(name, **parameters)
+
+        setattr(cut, "_lose", forgets)  # noqa: B010
+        with cut:
+            ids = sender.publish(
+                [
+                    Message(b"2", {"queue": "q"}, dedup_id="x"),
+                    Message(b"3", {"queue": "q"}),
+                    Message(b"4", {"queue": "q"}),
+                ]
+            )
+        assert cut.times == 1
+        assert ids == [known, known + 1, known + 2]

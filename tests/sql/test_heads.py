@@ -140,9 +140,10 @@ def test_publishes_take_turns_at_the_logs(broker: Broker, place: Place) -> None:
 
 
 def test_a_fifo_queue_orders_publishes_that_follow_one_another(url: str) -> None:
+    clock = ManualClock()
     with (
-        penstock.open(url, background=False) as first,
-        penstock.open(url, background=False) as second,
+        penstock.open(url, background=False, clock=clock) as first,
+        penstock.open(url, background=False, clock=clock) as second,
     ):
         first.create_queue("f", ordering="fifo")
         ids = []

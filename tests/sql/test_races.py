@@ -399,6 +399,7 @@ def test_a_zone_that_is_made_while_the_ring_shrinks(race: Race) -> None:
     assert token > 0
     with ThreadPoolExecutor(1) as pool:
         with second.database.transaction():
+            second.core.hold_instance()
             second.core.zones.ensure({zone: race.clock.now_ms()}, race.clock.now_ms())
             shrinking = pool.submit(store.set_ring_size, 1, race.clock.now_ms())
             race.until_waiting(first)

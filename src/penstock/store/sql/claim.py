@@ -46,8 +46,12 @@ if TYPE_CHECKING:
 CATCH_UP_BUDGET: Final = 1_000
 # Zones that a visit names beside those that it is to take.
 SPARE: Final = 7
-# Claims that are served from the zones that were seen vested, between two looks at all of them.
-LOOK_EVERY: Final = 4
+# Claims that are served from the zones that were seen vested, between two looks at all of them. A
+# claim that takes from deep zones is told of those that have vested meanwhile; by a clock that is
+# behind, a pointer may vest before the last look.
+LOOK_EVERY: Final = 19
+# Zones of each token that a claim which takes from deep zones is told of.
+NEWS: Final = 10
 # Before every pointer that has vested.
 START: Final = (-1, 0)
 # How often a claim repeats a visit that found no zone free.
@@ -98,9 +102,10 @@ class VestedZones:
     """The zones of one queue that this process has seen vested, in the order of their turns.
 
     A claim serves the first ones and puts those that have more behind the others. If all vested
-    zones were seen, they are kept for the next claims; every few claims look again, for the sake
-    of zones that have come. If there are more than a claim looks at, each of those seen is served
-    once, and the next look goes on behind them. Several threads may use it at once.
+    zones were seen, they are kept for the next claims; zones that have come are put in front of
+    those that were just taken from, and every few claims look at all. If there are more than a
+    claim looks at, each of those seen is served once, and the next look goes on behind them.
+    Several threads may use it at once.
     """
 
     def __init__(self) -> None:
@@ -112,8 +117,9 @@ class VestedZones:
         # Whether there are no others, or where the next look begins.
         self.whole = False
         self.after = START
-        # Claims that are served before the next look.
+        # Claims that are served before the next look, and when the last one was.
         self._left = 0
+        self._looked_ms = 0
 
     def begin(self) -> bool:
         """Count a claim; return whether it is to look at the zones again."""
@@ -121,15 +127,27 @@ class VestedZones:
             self._left -= 1
             return self._left < 0
 
-    def put(self, tokens: dict[bytes, int], left: int) -> bool:
+    def put(self, tokens: dict[bytes, int], left: int, now_ms: int) -> bool:
         """Put the zones that were found behind those of them that are known; false: none."""
         with self._lock:
+            self._looked_ms = now_ms
             kept = [zone for zone in self._zones if zone in tokens]
             self._zones = OrderedDict((zone, tokens[zone]) for zone in kept)
             for zone, token in tokens.items():
                 self._zones.setdefault(zone, token)
             self._left = left
             return bool(self._zones)
+
+    def seen(self) -> tuple[list[bytes], int]:
+        """Return the zones that are known, and when all were last looked at."""
+        with self._lock:
+            return list(self._zones), self._looked_ms
+
+    def add(self, zone: bytes, token: int) -> None:
+        """Put a zone behind the others that has vested since all were looked at."""
+        with self._lock:
+            if self.whole:
+                self._zones.setdefault(zone, token)
 
     def clear(self) -> None:
         """Forget the zones."""
@@ -194,8 +212,7 @@ class SqlClaim(SqlQueues):
             if claim.rows:
                 self.due(claim.deadline_ms)
                 if life.level:
-                    ids = [row[0] for row in claim.rows]
-                    log_step("claim", queue.name, ids, claim.token, claim.consumer.decode())
+                    claim.log_step()
         if any(claim.room for claim in claims):
             # Also if it found something: a server claims for its subscribers again once it is told.
             # A claim that finds all it asked for does not end the watch: another may still wait.
@@ -240,7 +257,7 @@ class SqlClaim(SqlQueues):
             # Other processes look at the same zones.
             found = [found[at] for at in choose(len(found), len(found), self.random)]
         tokens = {pointer[0]: pointer[1] for pointer in found}
-        return known.put(tokens, LOOK_EVERY if known.whole else tunables.peek_max)
+        return known.put(tokens, LOOK_EVERY if known.whole else tunables.peek_max, now_ms)
 
     def _take(self, queue: SqlQueue, claims: Sequence[_Claim], now_ms: int) -> bool:
         """Serve zones until claims are full or no zone is left; false if others were in the way."""
@@ -272,7 +289,9 @@ class SqlClaim(SqlQueues):
                 queue, claims, known, offered, width, quota_max, now_ms
             )
             if not looked:
-                # Zones that were not free may have been emptied since they were seen.
+                # Zones that were not free may have been emptied since they were seen. Nothing may
+                # be there to take but what another process is at: a look, and a wait after it.
+                is_due = is_due or not moved
                 continue
             pace.note(wanted=width, won=won, passed=passed)
             self.zones.count(collisions=passed)
@@ -314,18 +333,28 @@ class SqlClaim(SqlQueues):
         quotas = [
             min(quota_max, (room + len(zones) - 1 - at) // len(zones)) for at in range(len(zones))
         ]
-        rows = self.database.do(
+        all_known, since_ms = known.seen()
+        found = self.database.do(
             lambda: self.database.run(
                 "take",
                 queue=queue.number,
                 zones=[zone for zone, _, _ in zones],
                 quotas=quotas,
                 **self._wants(claims),
+                tokens=list(range(self.ring_high)),
+                known=all_known,
+                since_ms=since_ms,
+                count=NEWS,
                 slot=self.slot,
                 now_ms=now_ms,
             )
         )
         self.progress.commits += 1
+        rows = [row[:-1] for row in found if row[0]]
+        # Before those that are taken from take their places behind the others.
+        for nth, token, _, _, zone, *_ in found:
+            if not nth:
+                known.add(zone, token)
         given = Counter(row[0] for row in rows)
         for at, (zone, token, _) in enumerate(zones):
             if given[at + 1] == quotas[at]:
@@ -450,7 +479,7 @@ class _Claim:
         self.lease = want.lease[:FAMILY_BYTES] + b"\0\0"
         self.deadline_ms = now_ms + want.lease_ms
         self.consumer = want.consumer.encode()
-        self.token = lease_token(store_id, queue.number, self.lease)
+        self._token = lease_token(store_id, queue.number, self.lease)
         self.bytes = 0
         self.rows: list[StoredRow] = []
 
@@ -464,10 +493,15 @@ class _Claim:
         """How many more messages it gets."""
         return 0 if self.full else self._limit - len(self.rows)
 
+    def log_step(self) -> None:
+        """Write a record of the life-cycle log."""
+        ids = [row[0] for row in self.rows]
+        log_step("claim", self._queue, ids, self._token, self.consumer.decode())
+
     def claimed(self) -> ClaimedMessages:
         """Return its messages."""
         waited_ms = max(0, self._now_ms - self._visible_at_ms)
-        return ClaimedMessages(self._queue, self.token, self.deadline_ms, self.rows, waited_ms)
+        return ClaimedMessages(self._queue, self._token, self.deadline_ms, self.rows, waited_ms)
 
     def deliver(
         self,

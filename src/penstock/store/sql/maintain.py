@@ -342,6 +342,7 @@ class SqlMaintain(SqlClaim):
 
     def _mend(self, kinds: set[Kind], now_ms: int) -> None:
         self.lock_heads()
+        self.hold_instance()
         for kind, _, _, find in CHECKS:
             if kind not in kinds:
                 continue
@@ -355,7 +356,6 @@ class SqlMaintain(SqlClaim):
             }
             self.zones.ensure(zones, now_ms)
         self.database.run("bump_zones", logs=None)
-        self.note_head(self.read_head())
 
     def _run_check(self, statement: str, now_ms: int) -> list[tuple[Any, ...]]:
         known = {

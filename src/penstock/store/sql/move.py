@@ -105,14 +105,15 @@ class SqlMove(SqlSettle, SqlPublish):
             if (metadata := read_metadata(record or b"")) is not None
             and (where is None or where(metadata))
         }
-        ids = self.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else []
+        redriven = self.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else []
         if life.level:
-            log_step("redrive", queue.name, ids)
-        return len(ids), further
+            log_step("redrive", queue.name, redriven)
+        return len(redriven), further
 
     def _redrive(self, queue: SqlQueue, chosen: dict[int, Metadata], now_ms: int) -> list[int]:
         if not self.database.run("share_queues", numbers=[queue.number]):
             return []
+        self.hold_instance()
         taken = self.database.run(
             "take_ended", queue=queue.number, message_ids=list(chosen), states=[True]
         )
@@ -122,7 +123,7 @@ class SqlMove(SqlSettle, SqlPublish):
         self.add_items(items, now_ms)
         count = len(taken)
         self.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
-        return [row[0] for row in taken]
+        return sorted(row[0] for row in taken)
 
     def _move(
         self,
@@ -218,6 +219,7 @@ class SqlMove(SqlSettle, SqlPublish):
         if len(database.run("share_queues", numbers=[queue.number, to.number])) < 2:
             # One of them has been deleted.
             return 0
+        self.hold_instance()
         known = {
             message_id: metadata
             for message_id, record in database.run("metadata_of", message_ids=message_ids)

@@ -108,9 +108,7 @@ class SqlPublish(SqlSession):
             # Of one moment: other threads read the queues again meanwhile.
             known = self._known()
             outdated = routed_at not in {None, self.progress.filter_changes}
-        if known.version < 0:
-            self.reload()
-        if known.version < 0 or outdated:
+        if outdated:
             raise FiltersChanged
         token = self.stamp()
         for _ in range(_TRIES):
@@ -155,8 +153,6 @@ class SqlPublish(SqlSession):
         """Begin a new segment of the log if the last one is long enough."""
         if self.lock_heads().segment_ms <= now_ms - SEGMENT_MS:
             self.database.run("roll_segment", now_ms=now_ms)
-            with self.memory:
-                self.head = self.head._replace(segment_ms=now_ms)
 
     def _try_publish(
         self,
@@ -209,6 +205,8 @@ class SqlPublish(SqlSession):
                 count=len(stored),
                 token=token,
                 duplicates=len(messages) - len(stored),
+                known_ids=[found for found, _ in places],
+                nths=[nth for _, nth in places],
                 unrouted=unrouted,
                 # In one order, so that publishes into different logs can't wait for each other.
                 **columns(sorted(fresh), "dedup_scopes", "dedup_ids"),
@@ -221,8 +219,9 @@ class SqlPublish(SqlSession):
         if fresh:
             self.due(dedup_expires_ms)
         if life.level:
-            log_publish(ids, taken)
-        return [ids[nth - 1] if found is None else found for found, nth in places]
+            stored_ids = dict(zip((nth for _, nth in places), ids, strict=True))
+            log_publish([stored_ids[nth] for nth in range(1, len(stored) + 1)], taken)
+        return ids
 
     def _choose_logs(
         self, known: _Known, groups: Sequence[str], routes: Sequence[Sequence[str]] | None
@@ -350,20 +349,7 @@ class SqlPublish(SqlSession):
         now_ms: int,
     ) -> list[int]:
         """Finish a publish that had been committed, and whose answer was lost; return its ids."""
-        stored: list[int] = self.database.ask("find_request", token=token)[0][0]
-        keys = [_dedup_key(message) for message in messages]
-        remembered = self._known_dedup_ids(keys, now_ms)
-        ids: list[int] = []
-        taken: list[Sequence[str]] = []
-        for key, names in zip(keys, routes or repeat((), len(keys)), strict=True):
-            found = None if key is None else remembered.get(key)
-            nth = len(taken)
-            # The first of its kind took an id of this publish.
-            if found is None or found in stored[nth : nth + 1]:
-                ids.append(stored[nth])
-                taken.append(names)
-            else:
-                ids.append(found)
+        ids: list[int] = self.database.ask("find_request", token=token)[0][0]
         self.progress.commits += 1
         items = Items()
         for message, names in zip(messages, routes or (), strict=routes is not None):
@@ -373,7 +359,8 @@ class SqlPublish(SqlSession):
         self.zones.look_again(items.zones, self.database.clock())
         self._note_items(items, now_ms)
         if life.level:
-            log_publish(stored, taken)
+            # With duplicates, which nobody knows any more.
+            log_publish(ids, repeat((), len(ids)) if routes is None else routes)
         return ids
 
 

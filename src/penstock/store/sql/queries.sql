@@ -4,8 +4,9 @@
 -- word, which its name and its text have as {each}.
 -- "-- plan: once": one plan is right whatever the parameters; it is kept for a few seconds. Others
 -- are planned each time: a plan that was made for a queue of ten must not serve one of a million.
--- Locks are taken in the order log_heads (by log), queues, pointers (by queue and zone),
--- pointer_index, items and ended (by queue and message), queue_counts, messages, attempts. The visit
+-- Locks are taken in the order log_heads (by log), log_cursors, queues, instance, pointers (by queue
+-- and zone), pointer_index, items and ended (by queue and message), queue_counts, messages, attempts.
+-- The visit
 -- of a claim locks pointers and then waits for items that are not leased: so a transaction that takes
 -- such items out of a queue, and writes pointers too, locks those first. Items that are leased may be
 -- locked before pointers (ack, release, expiry): no visit waits for them. No statement changes a table
@@ -137,11 +138,6 @@ UPDATE instance SET epoch = epoch + 1 RETURNING epoch;
 -- name: load_epoch
 -- The epoch of the pipeline that may assign.
 SELECT epoch FROM instance;
-
--- name: read_epoch
--- The epoch of the pipeline that may assign, and who routes; locked, so that neither changes before
--- the commit.
-SELECT epoch, routing FROM instance FOR SHARE;
 
 -- name: switch_routing
 -- Change who routes, and fence every pipeline. The caller has locked all heads and all cursors.
@@ -302,7 +298,15 @@ whole AS MATERIALIZED (
         time_ms = greatest(h.time_ms, :now_ms)
     FROM taken t, locked l WHERE h.log = l.log
 ), request AS (
-    INSERT INTO requests SELECT :token, t.ids, :now_ms FROM taken t
+    -- The ids of all messages of the publish, with those of duplicates, which were known before.
+    INSERT INTO requests
+    SELECT :token, CASE WHEN :duplicates::bigint = 0 THEN t.ids ELSE ARRAY(
+               SELECT coalesce(a.known_id, t.ids[a.nth::integer])
+               FROM unnest(:known_ids::bigint[], :nths::bigint[]) WITH ORDINALITY
+                   AS a (known_id, nth, at)
+               ORDER BY a.at) END, :now_ms
+    FROM taken t
+    RETURNING message_ids
 ), stored AS (
     INSERT INTO messages
     SELECT t.ids[m.nth::integer], m.refs, m.metadata, m.payload
@@ -357,7 +361,7 @@ whole AS MATERIALIZED (
     ON CONFLICT (queue, zone) DO UPDATE
     SET vesting_ms = least(pointer_index.vesting_ms, excluded.vesting_ms), empty_since_ms = NULL
 )
-SELECT ids FROM taken
+SELECT message_ids FROM request
 
 -- name: publish
 -- plan: once
@@ -566,7 +570,9 @@ ORDER BY t.at
 -- plan: once
 -- Lease visible items of zones of a standard queue that are known to have more of them than are
 -- taken: so their pointers stay as they are. Only the first lane of each zone is looked at, and items
--- that another process is at are passed by. Tells also how many of the items had an expired lease.
+-- that another process is at are passed by. Tells also how many of the items had an expired lease,
+-- and, in rows without a message, a few zones whose pointers have vested since the last look and are
+-- not among those known.
 WITH picked AS MATERIALIZED (
     SELECT z.zone, z.nth, i.message_id, i.vesting_ms, i.size, i.lease_id IS NOT NULL AS expired
     FROM unnest(:zones::bytea[], :quotas::bigint[]) WITH ORDINALITY AS z (zone, quota, nth)
@@ -583,12 +589,21 @@ WITH picked AS MATERIALIZED (
     FROM picked WHERE NOT expired
 ), {leased_items}
 SELECT t.nth, (SELECT count(*) FROM picked WHERE expired), t.message_id, t.attempts, t.lease_id,
-       m.metadata, m.payload, t.visible_at_ms
+       m.metadata, m.payload, t.visible_at_ms, t.at
 FROM leased t
 LEFT JOIN LATERAL (
     SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
 ) AS m ON true
-ORDER BY t.at;
+UNION ALL
+SELECT 0, n.token, NULL, NULL, n.zone, NULL, NULL, NULL, 0
+FROM unnest(:tokens::bigint[]) AS w (token)
+CROSS JOIN LATERAL (
+    SELECT token, zone FROM pointers
+    WHERE queue::bigint = :queue AND token = w.token
+      AND vesting_ms >= :since_ms AND vesting_ms <= :now_ms AND zone <> ALL (:known::bytea[])
+    ORDER BY vesting_ms, turn LIMIT :count
+) AS n
+ORDER BY at;
 
 -- name: visit
 -- plan: once
@@ -785,7 +800,7 @@ kept AS (
 
 -- part: late_receipts
 -- Receipts whose items are held, and whose deadline has come.
-SELECT i.queue, i.message_id, i.lease_id, false, NULL::bytea
+SELECT i.queue, i.message_id, i.lease_id, false, NULL::bytea, i.consumer
 FROM items i WHERE {of_receipts} AND i.vesting_ms <= :now_ms
 
 -- part: counted_done
@@ -805,7 +820,8 @@ WITH {acked_items}, counted AS (
     WHERE c.queue = n.queue AND c.slot = :slot
     RETURNING c.queue, c.next_sequence - n.number AS first
 ), {kept_done}
-SELECT queue, message_id, lease_id, true, NULL::bytea FROM gone UNION ALL {late_receipts};
+SELECT queue, message_id, lease_id, true, NULL::bytea, consumer FROM gone
+UNION ALL {late_receipts};
 
 -- name: ack_fifo
 -- plan: once
@@ -821,7 +837,7 @@ WITH {acked_items}, lower AS (
     WHERE c.queue = n.queue AND c.slot = :slot
     RETURNING c.queue, c.next_sequence - n.number AS first
 ), {kept_done}
-SELECT queue, message_id, lease_id, true, CASE WHEN rank < 0 THEN zone END FROM gone
+SELECT queue, message_id, lease_id, true, CASE WHEN rank < 0 THEN zone END, consumer FROM gone
 UNION ALL {late_receipts};
 
 -- name: find_ended
@@ -840,19 +856,13 @@ CROSS JOIN LATERAL (
 ) AS a
 WHERE a.lease_id = w.lease AND a.ending = :ending;
 
--- name: consumers
--- Who holds the items of receipts, or held them until their attempt ended. For the life-cycle log.
-SELECT i.lease_id, i.consumer FROM items i WHERE {of_receipts}
-UNION
-SELECT i.lease_id, i.consumer FROM attempts i WHERE {of_receipts};
-
 -- name: extend
 -- plan: once
 -- Move the deadline of what is held under the leases that receipts name. Tells which were held,
 -- which of those in time, and the zones of those.
 WITH moved AS (
     UPDATE items i SET vesting_ms = :deadline_ms WHERE {of_receipts} AND i.vesting_ms > :now_ms
-    RETURNING i.queue, i.message_id, i.lease_id, i.zone
+    RETURNING i.queue, i.message_id, i.lease_id, i.zone, i.consumer
 ), lower AS (
     -- A deadline may be sooner than it was.
     SELECT DISTINCT queue, zone, :deadline_ms AS vesting_ms, false AS freed FROM moved
@@ -863,7 +873,7 @@ WITH moved AS (
          (SELECT DISTINCT queue FROM moved ORDER BY queue) AS n
     WHERE c.queue = n.queue AND c.slot = :slot
 )
-SELECT queue, message_id, lease_id, true, zone FROM moved UNION ALL {late_receipts};
+SELECT queue, message_id, lease_id, true, zone, consumer FROM moved UNION ALL {late_receipts};
 
 -- name: held
 -- plan: once
@@ -935,7 +945,7 @@ WITH over AS MATERIALIZED (
     WHERE {of_receipts} AND i.vesting_ms > :now_ms
     ORDER BY i.queue, i.message_id FOR UPDATE OF i
 ), {waiting_again}
-SELECT queue, message_id, lease_id, true, zone, fails, until_ms FROM over
+SELECT queue, message_id, lease_id, true, zone, consumer, fails, until_ms FROM over
 UNION ALL
 SELECT late.*, false, 0 FROM ({late_receipts}) AS late;
 
@@ -954,7 +964,7 @@ WITH over AS MATERIALIZED (
     ) AS i
     LIMIT :count
 ), {waiting_again}
-SELECT queue, message_id, lease_id, true, zone, fails, until_ms FROM over;
+SELECT queue, message_id, lease_id, true, zone, consumer, fails, until_ms FROM over;
 
 -- name: fail
 -- plan: once
@@ -992,7 +1002,7 @@ WITH gone AS (
     SELECT queue, message_id, attempts, consumer, claimed_at_ms, :now_ms, :ending, :reason, lease_id
     FROM gone
 )
-SELECT queue, message_id, lease_id, CASE WHEN rank < 0 THEN zone END FROM gone;
+SELECT queue, message_id, lease_id, true, CASE WHEN rank < 0 THEN zone END, consumer FROM gone;
 
 -- === What is due. What is bounded by a count is picked first (MATERIALIZED): joined as a subquery it
 -- may be picked again for every row, each time others than those that are locked already.
@@ -1673,6 +1683,7 @@ SELECT queue, zone, token FROM pointer_index
 WHERE (queue, zone) > (:queue, :zone::bytea)
 ORDER BY queue, zone LIMIT :count;
 
--- name: read_ring
--- The ring that new zones get a token of; it stays so until the commit.
-SELECT ring_size, ring_high FROM instance FOR SHARE;
+-- name: hold_instance
+-- The ring that new zones get a token of, the epoch of the pipeline that may assign, and who routes;
+-- they stay so until the commit.
+SELECT ring_size, ring_high, epoch, routing FROM instance FOR SHARE;

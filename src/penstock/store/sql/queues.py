@@ -16,18 +16,18 @@ from penstock.store.policy import Coverage, Stretch
 from penstock.store.sql.database import columns
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import SqlRouting
-from penstock.store.sql.session import SLOTS, SqlQueue
+from penstock.store.sql.session import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from penstock.model import QueueSpec
+    from penstock.store.sql.session import SqlQueue
 
 log = logging.getLogger(__name__)
 
 # Messages that one transaction removes.
 CHUNK: Final = 1_000
-# Beyond every time, whatever another process's clock said, and beyond every sequence number.
 
 
 class SqlQueues(SqlMove, SqlRouting):
@@ -55,26 +55,24 @@ class SqlQueues(SqlMove, SqlRouting):
         """Add a queue, which takes messages from here on."""
         database = self.database
 
-        def work() -> int:
+        def work() -> None:
             end = self.lock_heads().end
             if spec.name in self.by_name:
                 # Another process was faster: the caller is to look at the queue.
                 raise FiltersChanged
             live = [Stretch(end, None, spec.filter)]
-            coverage = Coverage(live, known_from=0)
-            rows = database.run(
+            database.run(
                 "add_queue",
                 name=spec.name,
-                coverage=msgspec.msgpack.encode(coverage),
+                coverage=msgspec.msgpack.encode(Coverage(live, known_from=0)),
                 fifo=spec.ordering is Ordering.FIFO,
                 **_spec_columns(spec),
                 slots=SLOTS,
                 now_ms=now_ms,
             )
-            queue = SqlQueue(rows[0][0], spec, coverage)
-            return self.changed(now_ms, filters_from=end, queue=queue)
+            self.changed(now_ms, filters_from=end)
 
-        self.reach_version(self.change(work))
+        self.change_queues(work)
 
     def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change settings; another filter counts from an offset on (the log's end)."""
@@ -83,7 +81,7 @@ class SqlQueues(SqlMove, SqlRouting):
         # Rewrites the waiting messages, however many they are.
         reindex = spec.unclaimed_retention_ms != present.unclaimed_retention_ms
 
-        def work() -> int:
+        def work() -> None:
             end = self.lock_heads().end
             queue = self.lock_queue(spec.name)
             if spec.version != queue.spec.version + 1:
@@ -98,23 +96,20 @@ class SqlQueues(SqlMove, SqlRouting):
             filter_changed = spec.filter != queue.spec.filter or from_offset is not None
             if filter_changed and queue.coverage.draining:
                 raise InvalidQueue(f"queue {queue.name!r} is draining: its filter can't be changed")
-            changed = SqlQueue(queue.number, spec, queue.coverage)
             database.run("put_spec", number=queue.number, **_spec_columns(spec))
             if filter_changed:
-                changed.coverage.change(begin, spec.filter)
-                self.put_coverage(changed)
-            filters_from = begin if filter_changed else None
-            version = self.changed(now_ms, filters_from=filters_from, queue=changed)
+                queue.coverage.change(begin, spec.filter)
+                self.put_coverage(queue)
+            self.changed(now_ms, filters_from=begin if filter_changed else None)
             if spec.unclaimed_retention_ms != queue.spec.unclaimed_retention_ms:
                 database.run(
                     "reindex_unclaimed",
                     queue=queue.number,
                     retention_ms=spec.unclaimed_retention_ms,
                 )
-            return version
 
         with database.at_leisure() if reindex else nullcontext():
-            self.reach_version(self.change(work))
+            self.change_queues(work)
         if spec.dead_letter != present.dead_letter:
             self._parked.discard((number, present.dead_letter))
         self._retention_looked_ms = None
@@ -145,15 +140,15 @@ class SqlQueues(SqlMove, SqlRouting):
             # No message can come any more, but a claim may end: its message is done or failed then.
             if drained and self._has_live(queue, now_ms):
                 return None, 0
-            # Before the items, as every transaction locks them.
+            # Before the rest, as every transaction locks them.
+            self.changed(now_ms, filters_from=end)
             database.run("lock_pointers_of", queue=queue.number)
             rows = database.run("clear_queue", number=queue.number)
             rows += database.run("remove_queue", number=queue.number)
             self._let_go([row[0] for row in rows])
-            self.changed(now_ms, filters_from=end, gone=queue)
             return queue, len(rows)
 
-        queue, removed = self.change(work)
+        queue, removed = self.change_queues(work)
         if queue is not None:
             self.wake(queue)
         self._retention_looked_ms = None
@@ -162,15 +157,15 @@ class SqlQueues(SqlMove, SqlRouting):
     def _drain(self, queue_name: str, now_ms: int) -> None:
         self.queue(queue_name)
 
-        def work() -> int:
+        def work() -> None:
             end = self.lock_heads().end
             queue = self.lock_queue(queue_name)
             queue.coverage.close(end)
             queue.coverage.draining = True
             self.put_coverage(queue)
-            return self.changed(now_ms, filters_from=end, queue=queue)
+            self.changed(now_ms, filters_from=end)
 
-        self.reach_version(self.change(work))
+        self.change_queues(work)
         self.remove_drained(now_ms)
 
     def remove_drained(self, now_ms: int) -> int:

@@ -181,18 +181,18 @@ class SqlRouting(SqlPublish):
         database = self.database
         earliest = self.earliest()
         at = max(database.run("lock_cursor", log=log, cursor=earliest)[0][0], earliest)
-        epoch_now, routing = database.run("read_epoch")[0]
+        # Other processes may change queues until here, and no more from here on.
+        names = {name for each in assignments.values() for name in each}
+        numbers = sorted(self.by_name[name].number for name in names if name in self.by_name)
+        if numbers:
+            database.run("share_queues", numbers=numbers)
+        epoch_now, routing = self.hold_instance()
         if epoch not in {None, epoch_now}:
             return Assigned(AssignStatus.FENCED, at, 0)
         policy.check_pipeline(routing)
         refusal = policy.refuse_page(cursor, at, earliest)
         if refusal is not None:
             return Assigned(refusal, at, 0)
-        # Other processes may change queues until here, and no more from here on.
-        names = {name for each in assignments.values() for name in each}
-        numbers = sorted(self.by_name[name].number for name in names if name in self.by_name)
-        if numbers:
-            database.run("share_queues", numbers=numbers)
         self.refresh()
         if policy.is_outdated(cursor, self.head.filters_version, self.filter_changes):
             return Assigned(AssignStatus.OUTDATED, at, 0)
@@ -258,7 +258,7 @@ class SqlRouting(SqlPublish):
             lambda at: self._filters_at(at)[1],
         )
         return RoutePlan(
-            epoch=self.database.run("read_epoch")[0][0],
+            epoch=stats.epoch,
             filters_version=filters_version,
             stretches=stretches,
             lag={log: stats.end - begin for log, begin in stats.cursors.items()},
@@ -317,8 +317,9 @@ class SqlRouting(SqlPublish):
         matched = offsets if records is None else list(archived)
         sizes = None if records is None else [record.size for record, _ in records]
 
-        def work() -> Filled:
+        def work() -> tuple[Filled, SqlQueue]:
             queue = self.lock_queue(queue_name)
+            self.hold_instance()
             policy.check_fill(queue_name, queue.spec, queue.coverage, filter_text)
             log = (self.earliest(), self.head.end)
             if records is not None:
@@ -327,7 +328,8 @@ class SqlRouting(SqlPublish):
                 queue.coverage, queue.spec.filter, (begin, end), log, matched, sizes
             )
             if start >= stop:
-                return Filled(0, passed, 0, max(start, begin) if chosen is None else end)
+                further = max(start, begin) if chosen is None else end
+                return Filled(0, passed, 0, further), queue
             rows: Rows
             if records is not None:
                 told = [archived[each][0] for each in chosen or ()]
@@ -344,16 +346,19 @@ class SqlRouting(SqlPublish):
             self._enqueue(items, now_ms)
             queue.coverage.note(start, stop, queue.spec.filter)
             self.put_coverage(queue)
-            known = self.by_number.get(queue.number)
-            if known is not None:
-                known.coverage = queue.coverage
             missing = 0 if chosen is None else len(chosen) - len(rows)
             missing += len(wanted) - len(kept)
-            return Filled(len(kept), passed + len(rows) - len(wanted), missing, stop)
+            filled = Filled(len(kept), passed + len(rows) - len(wanted), missing, stop)
+            return filled, queue
 
         self.reach_end()
         self.queue(queue_name)
-        return self.change(work)
+        filled, queue = self.change(work)
+        known = self.by_number.get(queue.number)
+        if known is not None:
+            # It changes no version.
+            known.coverage = queue.coverage
+        return filled
 
     def _rows_of_all(self, begin: int, end: int, chosen: Sequence[int] | None) -> Rows:
         """Read messages of all logs: all of [begin, end), or the chosen ones."""
@@ -411,7 +416,7 @@ class SqlRouting(SqlPublish):
     ) -> None:
         """Change the number of logs, how long they are kept, or who routes from here on."""
 
-        def work() -> bool:
+        def work() -> None:
             end = self.lock_heads().end
             settings = msgspec.structs.replace(self.settings, changes=list(self.settings.changes))
             known = len(self._logs())
@@ -425,25 +430,16 @@ class SqlRouting(SqlPublish):
                 self.database.run("lock_cursor", log=log, cursor=end)
             if wanted > known:
                 self.database.run("add_heads", first=known, last=wanted - 1)
+            if routing not in {None, self.routing}:
+                self._switch(routing, end, now_ms)
             self.database.run("put_log_settings", value=msgspec.msgpack.encode(settings))
-            if routing in {None, self.routing}:
-                # Before the version that goes with them: other threads may publish by it at once.
-                self.settings = settings
-                self.changed(now_ms)
-                return False
-            self._switch(routing, end, now_ms)
-            self.database.run("bump_heads", filters=0, now_ms=now_ms)
-            return True
+            self.changed(now_ms)
 
         self._log_looked_ms = None
-        if self.change(work):
-            self.reload()
+        self.change_queues(work)
 
     def _switch(self, routing: str, end: int, now_ms: int) -> None:
-        """Let publish or a tailer route from the end of the log on; fence every tailer.
-
-        Memory is not changed before the commit: no publish may count on a switch that fails.
-        """
+        """Let publish or a tailer route from the end of the log on; fence every tailer."""
         logs, earliest = self._logs(), self.earliest()
         # A tailer locks a cursor first, and then waits for the commit here.
         for log in logs:

@@ -6,21 +6,21 @@ heads of its logs (``log_heads``) whether the queues that it routed by have chan
 
 Verbs of several threads share it. What they read is replaced, and never changed in place; what they
 count and note is changed under ``memory``, a lock that no statement is sent under. Queues, settings
-and the version that goes with them are replaced together. They may be those of a change that is
-being committed: a publish that relies on them waits for the heads, and is refused if the change
-fails. What is older than what is known is not taken over: a thread may come late with what it has
-read.
+and the version that goes with them are replaced together, by what is committed: a change that fails
+has changed nothing here. What is older than what is known is not taken over: a thread may come late
+with what it has read.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock.errors import QueueNotFound, StoreDamaged
+from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
 from penstock.model import Ordering, QueueSpec
 from penstock.store.contract import Progress
 from penstock.store.policy import Coverage, LogSettings
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from penstock.store.sql.database import Database
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 # Rows that a queue's counters are spread over, by connection; those of publishes follow, by log.
 SLOTS: Final = 16
@@ -130,9 +132,6 @@ class SqlSession:
         self.head = self.read_head()
         self.ring_size = self.ring_high = 1
         self._loaded_ms = database.clock()
-        # Changes that failed, and how many had when queues were read: memory may be ahead of what
-        # is committed if there were more since.
-        self._failures = self._seen_failures = 0
         # Grows whenever memory is replaced: what was read meanwhile may be older.
         self._replaced = 0
         self._reload()
@@ -169,14 +168,13 @@ class SqlSession:
 
         With all heads locked, no id is given out, and every one that was is committed.
         """
-        failures = self._failures
         self.database.run("lock_heads", logs=logs)
         head = self.read_head()
         if logs is None:
             head = head._replace(end=head.next_id)
         if head.specs_version != self.head.specs_version:
             # Nobody can have later ones now.
-            self._take_over(head, self._read_queues(), failures)
+            self._take_over(head, self._read_queues())
         self.note_head(head)
         return head
 
@@ -203,8 +201,7 @@ class SqlSession:
 
     def refresh(self, now_ms: int | None = None) -> None:
         """Read queues again if they have changed; with ``now_ms``, look at most every second."""
-        fresh = now_ms is not None and self._loaded_ms <= now_ms < self._loaded_ms + REFRESH_MS
-        if fresh and self._seen_failures == self._failures:
+        if now_ms is not None and self._loaded_ms <= now_ms < self._loaded_ms + REFRESH_MS:
             return
         if now_ms is not None:
             # At once: other threads need not look as well.
@@ -214,7 +211,7 @@ class SqlSession:
 
     def _follow(self, head: LogHead, replaced: int) -> None:
         """Read queues again if a head says that they have changed."""
-        if head.specs_version != self.head.specs_version or self._seen_failures != self._failures:
+        if head.specs_version != self.head.specs_version:
             self.reload()
         else:
             self.note_head(head, replaced)
@@ -225,12 +222,11 @@ class SqlSession:
 
     def _reload(self) -> None:
         while True:
-            replaced, failures = self._replaced, self._failures
-            head = self.read_head()
+            replaced, head = self._replaced, self.read_head()
             read = self._read_queues()
             # The version and the queues must be of the same moment.
             if self.read_head().specs_version == head.specs_version:
-                self._take_over(head, read, failures, replaced)
+                self._take_over(head, read, replaced)
                 return
 
     def _read_queues(self) -> tuple[tuple[Any, ...], list[SqlQueue]]:
@@ -243,13 +239,12 @@ class SqlSession:
         self,
         head: LogHead,
         read: tuple[tuple[Any, ...], list[SqlQueue]],
-        failures: int,
         replaced: int | None = None,
     ) -> None:
         """Replace queues and settings by those that were read, unless later ones are known.
 
-        ``failures``, ``replaced``: how many changes had failed, and how often memory had been
-        replaced, before that; None: nobody can have later ones.
+        ``replaced``: how often memory had been replaced before that; None: nobody can have later
+        ones.
         """
         (_, routing, ring_size, ring_high, _, encoded, changes), queues = read
         settings = msgspec.msgpack.decode(encoded, type=LogSettings)
@@ -262,9 +257,10 @@ class SqlSession:
             self.ring_size, self.ring_high = ring_size, ring_high
             self.settings = settings
             self.filter_changes = msgspec.msgpack.decode(changes, type=list[tuple[int, int]])
-            self._set_queues({queue.name: queue for queue in queues})
+            self.by_name = {queue.name: queue for queue in queues}
+            self.by_number = {queue.number: queue for queue in queues}
+            self.fifo = frozenset(queue.name for queue in queues if queue.fifo)
             self.head = head.beside(self.head)
-            self._seen_failures = max(failures, self._seen_failures)
             self._replaced += 1
             for name in known.keys() - self.by_name.keys():
                 # Claims that wait for the queue are to find out.
@@ -274,11 +270,6 @@ class SqlSession:
             if is_changed:
                 # Last: who finds the count changed, without the lock, must find the rest changed.
                 self.progress.filter_changes += 1
-
-    def _set_queues(self, by_name: dict[str, SqlQueue]) -> None:
-        self.by_name = by_name
-        self.by_number = {queue.number: queue for queue in by_name.values()}
-        self.fifo = frozenset(name for name, queue in by_name.items() if queue.fifo)
 
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by, as last read."""
@@ -312,64 +303,50 @@ class SqlSession:
             raise QueueNotFound.among(name, self.by_name)
         return decode_queue(number, *rows[0])
 
-    def changed(
-        self,
-        now_ms: int,
-        *,
-        filters_from: int | None = None,
-        queue: SqlQueue | None = None,
-        gone: SqlQueue | None = None,
-    ) -> int:
-        """Record a change of queues or settings, with all heads locked; return its version.
+    def hold_instance(self) -> tuple[int, str]:
+        """Keep the row of the store from changes until the commit; return epoch and routing.
 
-        ``queue`` was made or changed, ``gone`` is no more. Other memory is set before.
+        Before pointers and messages are locked, and after queues, as every transaction does.
+        """
+        row = self.database.run("hold_instance")[0]
+        self.ring_size, self.ring_high, epoch, routing = row
+        return int(epoch), str(routing)
+
+    def changed(self, now_ms: int, *, filters_from: int | None = None) -> None:
+        """Record a change of queues or settings, with all heads locked.
+
+        It writes to the row of the store, which is locked after queues and before all else.
         """
         filters = int(filters_from is not None)
         row = self.database.run("bump_heads", filters=filters, now_ms=now_ms)[0]
-        with self.memory:
-            by_name = dict(self.by_name)
-            if gone is not None:
-                by_name.pop(gone.name, None)
-            if queue is not None:
-                by_name[queue.name] = queue
-            self._set_queues(by_name)
-            changes = self.filter_changes
-            if filters_from is not None:
-                changes = [*changes, (int(row[1]), filters_from)][-FILTER_CHANGES:]
-                self.filter_changes = changes
-                self.progress.filter_changes += 1
-            self.head = self.head._replace(specs_version=row[0], filters_version=row[1])
-            self._replaced += 1
         if filters_from is not None:
+            changes = [*self.filter_changes, (int(row[1]), filters_from)][-FILTER_CHANGES:]
             self.database.run("put_filter_changes", value=msgspec.msgpack.encode(changes))
-        return int(row[0])
-
-    def reach_version(self, version: int) -> None:
-        """Read the queues again if another thread has brought back those before a version."""
-        if self.head.specs_version < version:
-            self.refresh()
 
     # --- transactions, waking, alarms --------------------------------------------------------
 
     def change(self, work: Callable[[], T], *, again: bool = False) -> T:
-        """Call ``work`` in one transaction; if it fails, queues are read again."""
+        """Call ``work`` in one transaction."""
 
         def attempt() -> T:
-            try:
-                with self.database.transaction():
-                    return work()
-            except BaseException:
-                # Memory may be ahead of what is committed, and so would the next attempt be.
-                with self.memory:
-                    self._failures += 1
-                    self._replaced += 1
-                    self.head = self.head._replace(specs_version=-1, zones_versions=[])
-                raise
+            with self.database.transaction():
+                return work()
 
         # Around all attempts: a failure after the commit must not repeat it.
         with self.zones.recheck_if_slow():
             result = self.database.do(attempt, again=again)
         self.progress.commits += 1
+        return result
+
+    def change_queues(self, work: Callable[[], T], *, again: bool = False) -> T:
+        """Change queues or settings in one transaction, and read them again."""
+        result = self.change(work, again=again)
+        try:
+            self.reload()
+        except PenstockError as error:
+            # The change is committed: the next verb finds out by the version.
+            log.warning("queues are read again with the next call: %s", error)
+            self._loaded_ms = 0
         return result
 
     def wake(self, queue: SqlQueue, count: int = 1) -> None:

@@ -51,7 +51,6 @@ class SqlSettle(SqlSession):
         # In a FIFO queue other items of the zone may be next.
         verb = "ack" if all(self._is_standard(key[0]) for key in keys) else "ack_fifo"
         own = {"slots": SLOTS, "each_ms": EACH_MS}
-        consumers = self._consumers(keys) if life.level else {}
         judged = self._settle(verb, keys, OutcomeStatus.DONE, now_ms, now_ms, **own)
         if self.database.doubts > doubts:
             judged |= {key: OutcomeStatus.DONE for key, _ in self._settled_before(keys, ACKED)}
@@ -62,8 +61,6 @@ class SqlSettle(SqlSession):
                     self.wake(queue)
                 if queue.spec.done_retention_ms:
                     self.due_for_retention(now_ms + queue.spec.done_retention_ms)
-        if life.level:
-            self._log_step("ack", _having(judged, OutcomeStatus.DONE), consumers)
         return self._outcomes(receipts, keys, judged)
 
     def extend(
@@ -77,12 +74,9 @@ class SqlSettle(SqlSession):
             receipts = list(self.held(receipts).values())
         keys = self._keys(receipts, queue_name)
         until_ms = now_ms + lease_ms
-        consumers = self._consumers(keys) if life.level else {}
         judged = self._settle(
             "extend", keys, OutcomeStatus.EXTENDED, until_ms, now_ms, deadline_ms=until_ms
         )
-        if life.level:
-            self._log_step("extend", _having(judged, OutcomeStatus.EXTENDED), consumers)
         if keys:
             self.due(until_ms)
         return self._outcomes(receipts, keys, judged, until_ms)
@@ -107,9 +101,11 @@ class SqlSettle(SqlSession):
         with self.zones.recheck_if_slow(zones):
             rows = self._run(statement, now_ms, **_columns(keys), **parameters)
             zones |= {(row[0], row[4]): zone_ms for row in rows if row[4] is not None}
+        if life.level:
+            self._log_step(statement.partition("_")[0], [row for row in rows if row[3]])
         return {
             (queue, message_id, lease): status if good else OutcomeStatus.EXPIRED
-            for queue, message_id, lease, good, _ in rows
+            for queue, message_id, lease, good, *_ in rows
         }
 
     def held(self, token: str) -> dict[int, str]:
@@ -137,27 +133,25 @@ class SqlSettle(SqlSession):
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
         keys = self._keys(receipts, queue_name)
         doubts = self.database.doubts
-        consumers = self._consumers(keys) if life.level else {}
         judged: dict[_Key, OutcomeStatus] = {}
         if keys:
             rows = self._release(keys, delay_ms, reason, random, now_ms, unseen=unseen)
-            for *key, in_time, _, _, _ in rows:
-                status = OutcomeStatus.RETRYING if in_time else OutcomeStatus.EXPIRED
-                judged[cast("_Key", tuple(key))] = status
-            failing = [tuple(row[:3]) for row in rows if row[5]]
-            failed = self._fail(failing, RELEASED, reason, reason, now_ms)
-            for each in failing:
-                # Else its lease has ended in another way meanwhile.
-                judged.pop(each)
-            judged |= dict.fromkeys(failed, OutcomeStatus.FAILED)
+            for row in rows:
+                status = OutcomeStatus.RETRYING if row[3] else OutcomeStatus.EXPIRED
+                judged[_key(row)] = status
+            failed = self._fail(rows, RELEASED, reason, reason, now_ms)
+            for row in rows:
+                if row[6]:
+                    # Else its lease has ended in another way meanwhile.
+                    judged.pop(_key(row))
+            judged |= {_key(row): OutcomeStatus.FAILED for row in failed}
+            if life.level:
+                told = [row for row in rows if row[3] and not row[6]] + failed
+                self._log_step("release", told, "unseen" if unseen else reason)
+                self._log_step("fail", failed, reason)
         if self.database.doubts > doubts:
             for each, over in self._settled_before(keys, RELEASED):
                 judged[each] = OutcomeStatus.FAILED if over else OutcomeStatus.RETRYING
-        if life.level:
-            failures = _having(judged, OutcomeStatus.FAILED)
-            released = [*_having(judged, OutcomeStatus.RETRYING), *failures]
-            self._log_step("release", released, consumers, "unseen" if unseen else reason)
-            self._log_step("fail", failures, consumers, reason)
         return self._outcomes(receipts, keys, judged)
 
     def _release(
@@ -198,16 +192,14 @@ class SqlSettle(SqlSession):
             count = min(EXPIRE_CHUNK, budget)
             own = {"queues": queues, "count": count, "unseen": 0}
             rows = self._end_attempts("expire", EXPIRED, "", now_ms, **own)
-            failing = [tuple(row[:3]) for row in rows if row[5]]
-            failed = self._fail(failing, EXPIRED, "", LEASE_EXPIRED, now_ms)
+            failed = self._fail(rows, EXPIRED, "", LEASE_EXPIRED, now_ms)
             failures += len(failed)
-            # Not those that were to fail, and that another process has let fail meanwhile.
-            ended = [cast("_Key", tuple(row[:3])) for row in rows if not row[5]] + failed
-            leases += len({lease for _, _, lease in ended})
+            # Of those that were to fail, another process may have been faster.
+            ended = [row for row in rows if not row[6]] + failed
+            leases += len({row[2] for row in ended})
             if life.level:
-                consumers = self._consumers(ended)
-                self._log_step("expire", ended, consumers)
-                self._log_step("fail", failed, consumers, LEASE_EXPIRED)
+                self._log_step("expire", ended)
+                self._log_step("fail", failed, LEASE_EXPIRED)
             budget -= len(rows)
             more = len(rows) == EXPIRE_CHUNK
         return leases, failures
@@ -253,7 +245,7 @@ class SqlSettle(SqlSession):
                 most_attempts=MAX_ATTEMPTS,
                 **parameters,
             )
-            for number, _, _, in_time, zone, fails, until_ms in rows:
+            for number, _, _, in_time, zone, _, fails, until_ms in rows:
                 queue = self.numbered(number)
                 if queue is None or not in_time or fails:
                     continue
@@ -267,9 +259,10 @@ class SqlSettle(SqlSession):
         return rows
 
     def _fail(
-        self, keys: Sequence[_Key], ending: int, reason: str, why: str, now_ms: int
-    ) -> list[_Key]:
-        """Let items fail that are out of attempts; return which did."""
+        self, ended: Sequence[Row], ending: int, reason: str, why: str, now_ms: int
+    ) -> list[Row]:
+        """Let those items fail that are out of attempts; return which did."""
+        keys = [_key(row) for row in ended if row[6]]
         if not keys:
             return []
         zones: dict[Zone, int] = {}
@@ -286,7 +279,7 @@ class SqlSettle(SqlSession):
                 reason=reason.encode(),
                 why=why.encode(),
             )
-            zones |= {(row[0], row[3]): now_ms for row in rows if row[3] is not None}
+            zones |= {(row[0], row[4]): now_ms for row in rows if row[4] is not None}
         for number in {row[0] for row in rows}:
             queue = self.numbered(number)
             if queue is not None:
@@ -295,32 +288,28 @@ class SqlSettle(SqlSession):
                     self.due_for_retention(now_ms + queue.spec.failed_retention_ms)
                 if queue.spec.dead_letter:
                     self.due(now_ms)
-        return [(row[0], row[1], row[2]) for row in rows]
+        return rows
+
+    def _log_step(self, event: str, rows: Sequence[Row], reason: str = "") -> None:
+        """Write a record of the life-cycle log for each lease."""
+        leases: dict[tuple[int, bytes], list[Row]] = {}
+        for row in rows:
+            leases.setdefault((row[0], row[2]), []).append(row)
+        for (number, lease), held in leases.items():
+            queue = self.numbered(number)
+            if queue is not None:
+                log_step(
+                    event,
+                    queue.name,
+                    [row[1] for row in held],
+                    lease_token(self.store_id, number, lease),
+                    bytes(held[0][5]).decode(),
+                    policy.fail_reason(queue.spec, reason) if event == "fail" else reason,
+                )
 
     def _is_standard(self, number: int) -> bool:
         queue = self.by_number.get(number)
         return queue is not None and not queue.fifo
-
-    # --- the life-cycle log ----------------------------------------------------------------
-
-    def _consumers(self, keys: Sequence[_Key]) -> dict[bytes, str]:
-        """Return the consumer of each lease under which messages are or were held."""
-        rows = self.database.ask("consumers", **_columns(keys)) if keys else []
-        return {lease: consumer.decode() for lease, consumer in rows}
-
-    def _log_step(
-        self, event: str, keys: Sequence[_Key], consumers: dict[bytes, str], reason: str = ""
-    ) -> None:
-        """Write a record for each lease of messages that have taken a step."""
-        by_lease: dict[tuple[int, bytes], list[int]] = {}
-        for number, message_id, lease in keys:
-            by_lease.setdefault((number, lease), []).append(message_id)
-        for (number, lease), message_ids in by_lease.items():
-            queue = self.numbered(number)
-            if queue is not None:
-                told = policy.fail_reason(queue.spec, reason) if event == "fail" else reason
-                token = lease_token(self.store_id, number, lease)
-                log_step(event, queue.name, message_ids, token, consumers.get(lease, ""), told)
 
     # --- receipts --------------------------------------------------------------------------
 
@@ -367,8 +356,9 @@ class SqlSettle(SqlSession):
         return outcomes
 
 
-def _having(judged: dict[_Key, OutcomeStatus], status: OutcomeStatus) -> list[_Key]:
-    return [key for key, its in judged.items() if its is status]
+def _key(row: Row) -> _Key:
+    """Return the receipt of a row that a statement has returned: queue, message, lease, ..."""
+    return cast("_Key", row[:3])
 
 
 def _columns(keys: Sequence[_Key]) -> dict[str, list[Any]]:

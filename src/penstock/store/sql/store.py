@@ -296,10 +296,9 @@ class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
         def work() -> None:
             self.lock_heads()
             self.database.run("put_ring_size", value=ring_size)
-            self.ring_size = ring_size
             self.zones.put_ring_high(now_ms)
 
-        self.change(work)
+        self.change_queues(work)
 
     def split_tokens(self, queue_name: str, now_ms: int) -> int:
         """Give each token of a queue a range of its own; return how many. CockroachDB only."""

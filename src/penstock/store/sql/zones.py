@@ -150,10 +150,12 @@ class Zones:
     # --- creating and lowering ---------------------------------------------------------------
 
     def ensure(self, wanted: Mapping[Zone, int], now_ms: int) -> None:
-        """Create or lower the pointers of these zones, in the caller's transaction."""
+        """Create or lower the pointers of these zones, in the caller's transaction.
+
+        The caller holds the row of the store: no claim looks at a token of a ring that another
+        process has made smaller.
+        """
         session, database, zones = self._session, self._session.database, sorted(wanted)
-        # No claim looks at a token of a ring that another process has made smaller.
-        session.ring_size, session.ring_high = database.run("read_ring")[0]
         names = columns(zones, "queues", "zones")
         while True:
             database.run(
@@ -240,6 +242,9 @@ class Zones:
             for zone in gone:
                 self.forget(zone)
             collected += len(gone)
+            if gone:
+                # Publishes of this process would be refused once.
+                session.refresh()
         self.count(collected=collected)
         if session.ring_high > session.ring_size:
             self._narrow(now_ms)
@@ -259,13 +264,13 @@ class Zones:
         size, high, used = session.database.ask("ring_in_use")[0]
         # By half or to the end: every process reads its queues again for it.
         if high > size and (used == size or used * 2 <= high):
-            session.change(lambda: self.put_ring_high(now_ms), again=True)
+            session.change_queues(lambda: self.put_ring_high(now_ms), again=True)
 
     def put_ring_high(self, now_ms: int) -> None:
         """Let claims look at the tokens that zones have, in the caller's transaction."""
         session = self._session
         session.lock_heads()
-        session.ring_high = session.database.run("put_ring_high")[0][0]
+        session.database.run("put_ring_high")
         session.changed(now_ms)
 
     def _collect(self, log: int, found: list[tuple[int, bytes, int]], before_ms: int) -> list[Zone]:
@@ -291,7 +296,6 @@ class Zones:
             )
         if gone:
             database.run("bump_zones", logs=logs)
-            session.note_head(session.read_head())
         return gone
 
     def look_for_idle(self, now_ms: int) -> int:
@@ -320,6 +324,10 @@ class Zones:
                 orphaned[key] = min(vesting_ms, orphaned.get(key, vesting_ms))
         if orphaned:
             log.error("%d zones had items and no pointer; they have one now", len(orphaned))
-            session.change(lambda: self.ensure(orphaned, now_ms))
+            session.change(lambda: self._point_to(orphaned, now_ms))
             self.count(orphans=len(orphaned))
         return len(orphaned)
+
+    def _point_to(self, orphaned: Mapping[Zone, int], now_ms: int) -> None:
+        self._session.hold_instance()
+        self.ensure(orphaned, now_ms)
