@@ -114,6 +114,9 @@ def test_a_tailer_ends_when_the_store_is_switched_to_inline() -> None:
         assert "this store routes inline" in str(following.ended())
         assert broker.stats("all").enqueued_total == 2
         assert "this store routes inline" in str(Following(broker).ended())
+    # Also where there is nothing to route.
+    with penstock.open("memory:") as broker, pytest.raises(InvalidInput, match="--routing pipe"):
+        penstock.route_once(broker)
 
 
 def test_messages_that_are_published_through_switches_come_once() -> None:

@@ -59,6 +59,31 @@ def test_a_message_that_no_pipeline_has_come_to() -> None:
         assert "or a pipeline has assigned it" in found.text
 
 
+def test_a_gap_between_ids_and_a_message_that_is_held_up(tmp_path: Path) -> None:
+    url = f"rocksdb:{tmp_path}/store"
+    with penstock.open(url, routing="pipeline", background=False) as broker:
+        broker.create_queue("q", filter="price > 10")
+        (first,) = broker.publish([book(12)])
+    with penstock.open(url, background=False) as broker:
+        # Ids were set aside for the process before, and not all of them used.
+        (second,) = broker.publish([book(12)])
+        assert second > first + 1
+        for message_id, cause in (
+            (first, Cause.NOT_ROUTED),
+            (first + 1, Cause.NO_MESSAGE),
+            (second - 1, Cause.NO_MESSAGE),
+            (second, Cause.NOT_ROUTED),
+        ):
+            assert broker.explain("q", message_id).cause is cause
+        broker.configure_log(logs=3)
+        (third,) = broker.publish([book(12)])
+        # The log is not read there before all logs are routed up to the change.
+        assert broker.explain("q", third).cause is Cause.NOT_ROUTED
+        while penstock.route_once(broker):
+            pass
+        assert broker.explain("q", third).cause is Cause.TAKEN
+
+
 def test_a_reader_explains_beside_the_owner(tmp_path: Path) -> None:
     url = f"slatedb+file://{tmp_path}/store"
     with penstock.open(url) as broker:

@@ -57,9 +57,10 @@ class Facts(msgspec.Struct, kw_only=True):
     """All that a store tells of a message and a queue.
 
     ``row`` is None if nothing is known of the message, ``log_number`` if no log that may be read
-    has it. ``can_fill``: a backfill would look at its offset. ``may_miss``: the store has not
-    looked everywhere in the queue. ``has_duplicates``: publishes have repeated dedup ids;
-    ``is_damaged``: records were put aside. Without ``reads_log`` neither is told.
+    has it. ``is_held_up``: the log can't be read at its offset yet. ``can_fill``: a backfill would
+    look at its offset. ``may_miss``: the store has not looked everywhere in the queue.
+    ``has_duplicates``: publishes have repeated dedup ids; ``is_damaged``: records were put aside.
+    Without ``reads_log`` neither is told.
     """
 
     message_id: int
@@ -74,6 +75,7 @@ class Facts(msgspec.Struct, kw_only=True):
     is_damaged: bool
     log: LogStats
     log_number: int | None
+    is_held_up: bool
     reads_log: bool
     can_fill: bool
     may_miss: bool
@@ -156,12 +158,17 @@ def _find(store: FullStore, queue: str, message_id: int, now_ms: int) -> Entry |
 
 def _find_in_log(
     store: FullStore, log: LogStats, message_id: int
-) -> tuple[int | None, LogRecord | None]:
+) -> tuple[int | None, LogRecord | None, bool]:
+    """Find the log of a message, and its record; or say whether the logs can't be read there."""
+    is_held_up = False
     for number in log.cursors:
-        for record in store.read_log(number, message_id, 1).records:
+        page = store.read_log(number, message_id, 1)
+        for record in page.records:
             if record.message_id == message_id:
-                return number, record
-    return None, None
+                return number, record, False
+        # Where the number of logs has changed, until all of them are routed up to there.
+        is_held_up = is_held_up or page.cursor.end <= message_id
+    return None, None, is_held_up
 
 
 def _read_queue(
@@ -179,8 +186,9 @@ def _read_queue(
     stats = store.queue_stats(queue, now_ms)
     number: int | None = None
     about: Entry | LogRecord | None = entry
+    is_held_up = False
     if entry is None and reads_log and log.earliest <= message_id < log.end:
-        number, about = _find_in_log(store, log, message_id)
+        number, about, is_held_up = _find_in_log(store, log, message_id)
     waiting = stats.available + stats.delayed + stats.in_flight
     return Facts(
         message_id=message_id,
@@ -195,6 +203,7 @@ def _read_queue(
         is_damaged=reads_log and totals.quarantined_total + totals.unreadable_total > 0,
         log=log,
         log_number=number,
+        is_held_up=is_held_up,
         reads_log=reads_log,
         can_fill=bool(plan.stretches) and not live.draining,
         may_miss=store.info().design == "buckets" and waiting > MOST_BUCKETS,
@@ -322,11 +331,14 @@ def _unknown(facts: Facts, lacks: str) -> tuple[Cause, list[str]]:
         return Cause.NO_MESSAGE, [f"No message has this id yet: the log ends at offset {log.end}."]
     if message_id < 1:
         return Cause.NO_MESSAGE, ["No message has this id: ids begin at 1."]
-    if _is_unrouted(facts):
+    if facts.is_held_up:
         routed = f"no pipeline has come to its offset, but to {log.routed_up_to}."
         return Cause.NOT_ROUTED, [f"{lacks}: {routed}"]
     if message_id >= log.earliest:
-        return Cause.NO_MESSAGE, ["No message has this id: ids have gaps, and this is one."]
+        said = ["No message has this id: ids have gaps, and this is one."]
+        if facts.is_damaged:
+            said = ["No message has this id: it is one of the gaps between ids, or was damaged."]
+        return Cause.NO_MESSAGE, said
     kept = f"the log is kept from offset {log.earliest} on, and no queue that was looked at has it."
     said = [f"{lacks}, and its attributes are not known any more: {kept}"]
     coverage = facts.coverage

@@ -114,7 +114,10 @@ def route_once(broker: RoutedLog, *, limit: int = 10_000) -> int:
     Safe to call at any time, from any number of threads at once: what was routed before is not
     routed again.
     """
-    return _Router(broker).route(broker.log_stats(), limit)
+    check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
+    stats = broker.log_stats()
+    check_pipeline(stats.routing)
+    return _Router(broker).route(stats, limit)
 
 
 class Tailer:

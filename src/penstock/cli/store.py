@@ -17,7 +17,7 @@ from penstock.cli.common import duration
 from penstock.cli.opening import need_store, open_store, open_to_look
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError, needs_extra
-from penstock.limits import MAX_RING_SIZE
+from penstock.limits import MAX_LOG_LIMIT, MAX_RING_SIZE
 from penstock.salvage import SalvageReport, salvage
 from penstock.store.sql.location import parse_sql
 
@@ -88,7 +88,7 @@ def read(broker: Broker | Reader, number: int, begin: int, limit: int) -> None:
 @click.command("route")
 @click.option("--follow", is_flag=True,
               help="Go on until SIGTERM or Ctrl-C; fences every tailer and Spark job.")  # fmt: skip
-@click.option("--limit", type=int,
+@click.option("--limit", type=click.IntRange(1, MAX_LOG_LIMIT),
               help="Messages of each log at the most: in all (100,000), or in one step of --follow "
               "(2,000).")  # fmt: skip
 @common.changes_store

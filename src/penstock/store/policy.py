@@ -152,7 +152,8 @@ def check_pipeline(routing: str) -> None:
     if routing == "inline":
         raise InvalidInput(
             "this store routes inline: messages are in their queues when publish returns, and "
-            "there is nothing to assign"
+            "there is nothing to assign; to have a tailer or Spark route it, switch it: penstock "
+            "log configure --routing pipeline"
         )
 
 
