@@ -39,6 +39,12 @@ class Histogram(msgspec.Struct):
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
+    def add_all(self, other: Histogram) -> None:
+        """Count all values of another one, which has the same bounds."""
+        for at, count in enumerate(other.counts):
+            self.counts[at] += count
+        self.sum += other.sum
+
     def copy(self) -> Self:
         """Return the histogram as it is now."""
         return type(self)(self.bounds, list(self.counts), self.sum)

@@ -35,7 +35,7 @@ from penstock.worker.outcome import (
     resolve,
     settlement_of,
 )
-from penstock.worker.stats import Activity, WorkerCounters
+from penstock.worker.stats import Activity, Held, WorkerCounters
 from penstock.worker.worker import is_final
 
 
@@ -351,7 +351,8 @@ def test_counters() -> None:
     assert counters.add_settled(Action.ACK, [Outcome("r", each) for each in answers]) == 2
     back = (OutcomeStatus.RETRYING, OutcomeStatus.FAILED)
     assert counters.add_settled(Action.RELEASE, [Outcome("r", each) for each in back]) == 0
-    stats = counters.snapshot(in_progress=1, prefetched=2, unsettled=3)
+    stats = counters.snapshot({"q": Held(1, 2, 0.5)}, unsettled=3)
+    assert (stats.in_progress, stats.prefetched, stats.longest_seconds) == (1, 2, 0.5)
     assert (stats.claimed, stats.processed, stats.stale) == (2, 1, 2)
     assert (stats.failed, stats.released, stats.exhausted) == (1, 2, 1)
     assert (stats.lag_seconds.count, stats.lag_seconds.sum) == (1, 2.0)

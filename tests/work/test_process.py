@@ -105,10 +105,11 @@ def test_sigterm_drains(mode: str, tmp_path: Path) -> None:
         wait_until((tmp_path / "began-0").exists)
         if mode == "threads":
             page = metrics_of(running)
-            assert "penstock_worker_claimed_total 5.0" in page
-            assert "penstock_worker_in_progress 1.0" in page
-            assert "penstock_worker_handler_seconds_count 0.0" in page
-            assert 'penstock_worker_lag_seconds_bucket{le="+Inf"} 5.0' in page
+            assert 'penstock_worker_claimed_total{queue="q"} 5.0' in page
+            assert 'penstock_worker_in_progress{queue="q"} 1.0' in page
+            assert 'penstock_worker_handler_seconds_count{queue="q"} 0.0' in page
+            assert 'penstock_worker_lag_seconds_bucket{le="+Inf",queue="q"} 5.0' in page
+            assert "process_resident_memory_bytes" in page
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("stopping: 1 messages are finished, 4 given back")
         (tmp_path / "go").touch()

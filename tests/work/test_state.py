@@ -87,7 +87,7 @@ class Parts:
         return self.state.counts[0]
 
     def stats(self) -> WorkerStats:
-        return self.state.counters.snapshot(in_progress=0, prefetched=0, unsettled=0)
+        return self.state.counters.snapshot(unsettled=0)
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -46,6 +46,17 @@ def duration(value: str | int) -> int:
         raise click.BadParameter(text) from None
 
 
+def size(value: str | int) -> int:
+    """Turn ``64KB``, ``16MB`` or ``2GB`` into bytes; a bare number is bytes."""
+    from penstock.server.config import UNITS_BYTES, amount  # noqa: PLC0415 - as above
+
+    try:
+        return amount(value, UNITS_BYTES, "a size")
+    except ValueError:
+        text = f"{value!r} is not a size such as 64KB, 16MB or 2GB"
+        raise click.BadParameter(text) from None
+
+
 def pairs_of(given: Iterable[str], what: str = "NAME") -> dict[str, str]:
     """Take the values of an option apart that are NAME=VALUE."""
     pairs = {}

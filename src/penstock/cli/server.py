@@ -14,7 +14,7 @@ import click
 import penstock
 from penstock import limits
 from penstock.cli import common
-from penstock.cli.common import duration
+from penstock.cli.common import duration, size
 from penstock.cli.opening import open_store
 from penstock.errors import InvalidInput
 from penstock.server import security
@@ -129,6 +129,12 @@ def config(config_file: str | None, **flags: Any) -> None:
 @click.option("--drain", "drain_ms", type=duration, default="30s", show_default=True,
               help="How long a stop waits for handlers that run.")  # fmt: skip
 @click.option("--consumer", help="Who is claiming.  [default: HOST-PID]")
+@click.option("--child-messages", type=click.IntRange(1), metavar="N",
+              help="Replace a child process after so many messages.")  # fmt: skip
+@click.option("--child-memory", "child_memory_bytes", type=size, metavar="SIZE",
+              help="Replace a child process that takes more memory after a message.")  # fmt: skip
+@click.option("--ready-file", metavar="FILE",
+              help="A file that is there while messages can be taken.")  # fmt: skip
 @click.option("--metrics", metavar="HOST:PORT", help="Serve the counters for Prometheus there.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
               default="info", show_default=True, help="What is logged.")  # fmt: skip

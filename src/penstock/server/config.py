@@ -43,7 +43,7 @@ FLAGS: Final = {
 }
 ON, OFF = "on", "off"
 UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_UNITS_BYTES: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+UNITS_BYTES: Final = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _AMOUNT: Final = re.compile(r"(\d{1,15}) ?([A-Za-z]*)")
 # Variables that Kubernetes puts into the environment beside a service of our name.
 _FOREIGN_VARIABLE: Final = re.compile(r"PENSTOCK_(SERVICE|PORT)(_.*)?(?<!PORT_FILE)")
@@ -313,7 +313,7 @@ def _special(kind: type, value: Any) -> Any:
     if kind is Duration:
         return Duration(amount(value, UNITS_MS, "a duration such as 250ms, 30s, 5m or 2h"))
     if kind is Size:
-        return Size(amount(value, _UNITS_BYTES, "a size such as 64KB or 16MB"))
+        return Size(amount(value, UNITS_BYTES, "a size such as 64KB or 16MB"))
     choices = [ON, OFF] if kind is ConsolePlace else [OFF]
     if not isinstance(value, str):
         words = " or ".join(choices)

@@ -7,8 +7,9 @@ needs this package.
 
 from __future__ import annotations
 
+from penstock.histogram import Histogram
 from penstock.worker.outcome import Retry, Settled
-from penstock.worker.stats import Histogram, WorkerStats
+from penstock.worker.stats import QueueWork, WorkerStats
 from penstock.worker.worker import Worker
 
-__all__ = ["Histogram", "Retry", "Settled", "Worker", "WorkerStats"]
+__all__ = ["Histogram", "QueueWork", "Retry", "Settled", "Worker", "WorkerStats"]

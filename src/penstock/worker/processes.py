@@ -18,6 +18,7 @@ import pickle
 import signal
 import threading
 from multiprocessing import connection, parent_process
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import InvalidInput, PenstockError
@@ -62,6 +63,15 @@ def check_possible() -> None:
         )
     if here.daemon:
         raise InvalidInput("a daemonic process can't have child processes: use mode='threads'")
+
+
+def memory_bytes(pid: int | None) -> int:
+    """Return the resident memory of a process; 0: it is gone, or the system does not tell."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_sendable(handler: Handler | str, middleware: Sequence[object]) -> None:
@@ -114,8 +124,9 @@ class Child:
 
     def __init__(self, handler: Handler | str, middleware: Sequence[object]) -> None:
         self._pipe, theirs = SPAWN.Pipe()
-        # Whether it must not be given another message.
+        # Whether it must not be given another message, and how many it has done.
         self.spent = False
+        self.messages = 0
         self.process: SpawnProcess = SPAWN.Process(
             target=child_main, args=(theirs, handler, middleware), daemon=True, name="penstock-work"
         )
@@ -232,6 +243,12 @@ class ProcessPool(Pool):
             settlement = child.run(task.delivery, self._settings.time_limit_ms)
             if settlement is not None and not child.spent:
                 self._state.finish(task, settlement)
+                why = self._worn(child)
+                if why:
+                    log.info("%s; a new one takes its place", why)
+                    self._state.counters.add("recycled")
+                    self._end(child)
+                    child = self._new_child(has_slot=True)
                 continue
             died = f"the child process {child.how_it_died()}"
             if self._cutting:
@@ -243,6 +260,16 @@ class ProcessPool(Pool):
             self._state.finish(task, settlement or release)
             self._end(child)
             child = self._new_child(has_slot=True)
+
+    def _worn(self, child: Child) -> str:
+        """Return why a child is to be replaced after a message; empty: it is not."""
+        most, most_bytes = self._settings.child_messages, self._settings.child_memory_bytes
+        child.messages += 1
+        if most is not None and child.messages >= most:
+            return f"a child process has done {child.messages} messages"
+        if most_bytes is not None and (size := memory_bytes(child.process.pid)) > most_bytes:
+            return f"a child process takes {size:,} bytes of memory"
+        return ""
 
     def _new_child(self, *, has_slot: bool) -> Child | None:
         """Start a child that can work, however often that must be tried.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock import limits
 from penstock.worker.outcome import CUT_OFF, Action, Settlement, over_limit
+from penstock.worker.stats import Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -59,6 +60,8 @@ class WorkerSettings(NamedTuple):
     dequeue_max: int = 100
     wait_ms: int = 0
     scan_interval_ms: int = 100
+    child_messages: int | None = None
+    child_memory_bytes: int | None = None
 
 
 class HandlerEnd(Enum):
@@ -120,6 +123,8 @@ class WorkerState:
         self._room = threading.Condition(self._lock)
         # Called when a message can be taken, for a pool that can't wait in take().
         self.on_ready: Callable[[], None] | None = None
+        # Called when there is a slot again, or none any more.
+        self.on_slots: Callable[[], None] | None = None
         # Called when a message has begun, for the watch over time limits.
         self.on_begun: Callable[[], None] | None = None
 
@@ -127,6 +132,21 @@ class WorkerState:
     def counts(self) -> tuple[int, int]:
         """How many messages run, and how many wait."""
         return len(self._running), len(self._waiting)
+
+    def held(self) -> dict[str, Held]:
+        """Return how many messages of each queue run and wait, and for how long the first runs."""
+        now_ms = self._heartbeat.now_ms()
+        found: dict[str, Held] = {}
+        with self._lock:
+            for task in self._running.values():
+                queue = task.delivery.queue
+                running, waiting, longest_s = found.get(queue, Held())
+                longest_s = max(longest_s, (now_ms - task.began_ms) / 1000)
+                found[queue] = Held(running + 1, waiting, longest_s)
+            for task in self._waiting.values():
+                running, waiting, longest_s = found.get(task.delivery.queue, Held())
+                found[task.delivery.queue] = Held(running, waiting + 1, longest_s)
+        return found
 
     @property
     def idle(self) -> bool:
@@ -240,7 +260,7 @@ class WorkerState:
         if not settled:
             self._heartbeat.forget([receipt])
         if task.end is HandlerEnd.LATE:
-            self.counters.add("late")
+            self.counters.add("late", queue=task.delivery.queue)
         else:
             self._count(task, settlement)
         self._report_idle()
@@ -258,17 +278,26 @@ class WorkerState:
         self._ahead = max(slots, min(ahead, MAX_AHEAD))
         self.counters.add_handled(task.delivery, settlement, seconds)
 
+    @property
+    def ready(self) -> bool:
+        """Whether the worker claims messages, and could work on one."""
+        return self._slots > 0 and not self.closing
+
     def open_slot(self) -> None:
         """Note that one more message can be worked on at a time."""
         with self._lock:
             self._slots += 1
             self._room.notify_all()
+        if self.on_slots is not None:
+            self.on_slots()
 
     def shut_slot(self) -> None:
         """Note that one message less can be worked on, nobody knows for how long."""
         with self._lock:
             self._slots -= 1
             self._strand()
+        if self.on_slots is not None:
+            self.on_slots()
         self._report_idle()
 
     def _strand(self) -> None:
@@ -306,7 +335,8 @@ class WorkerState:
         return unbegun, running
 
     def _report_lost(self, unbegun: list[Task], running: list[Task]) -> None:
-        self.counters.add("lost", len(unbegun) + len(running))
+        for task in (*unbegun, *running):
+            self.counters.add("lost", queue=task.delivery.queue)
         for task in running:
             text = "the lease of message %d of %s was lost: what its handler does will not count"
             log.warning(text, task.delivery.message_id, task.delivery.queue)

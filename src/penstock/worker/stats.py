@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_left
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from penstock.errors import PenstockError, needs_extra
+from penstock.histogram import Histogram
 from penstock.model import OutcomeStatus, QueueSpec
 from penstock.store.policy import backoff_ms
 from penstock.worker.outcome import Action
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client.core import Metric
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.worker")
 
-# The fields of WorkerStats and their help texts on the Prometheus page.
+# The fields of QueueWork and WorkerStats, and their help texts on the Prometheus page: of each
+# queue, and of the whole worker.
 COUNTERS: Final = {
     "claimed": "Messages claimed.",
     "processed": "Messages acked.",
@@ -36,13 +38,16 @@ COUNTERS: Final = {
     "lost": "Leases that ended while this worker held the message.",
     "stale": "Acks and releases that the store refused.",
     "late": "Handlers that returned after their message was given back.",
+}
+WORKER_COUNTERS: Final = {
     "collisions": "Visits that another process forestalled.",
     "replaced": "Child processes that died or were killed.",
+    "recycled": "Child processes replaced for their messages or their memory.",
 }
 GAUGES: Final = {
     "in_progress": "Messages that are being worked on.",
     "prefetched": "Messages that wait for a free slot.",
-    "unsettled": "Messages whose end the store has not confirmed yet.",
+    "longest_seconds": "How long the handler has run by now that began first.",
 }
 HISTOGRAMS: Final = {
     "failed_by_attempt": "Failures, by the number of the attempt.",
@@ -56,21 +61,40 @@ SECONDS: Final = (
 ATTEMPTS: Final = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 20.0, 50.0, 100.0)
 # The pause between two tries of an activity, in the terms that queues have for theirs.
 PAUSES: Final = QueueSpec(name="worker", filter="", backoff_base_ms=250, backoff_cap_ms=10_000)
+# Receipts of one queue begin alike: with the store and the queue.
+RECEIPT_QUEUE_CHARS: Final = 21
 # Kinds of handler failures that the log tells apart; later kinds are logged at debug alone.
 MAX_FAILURE_KINDS: Final = 1_000
 
 
-class Histogram(msgspec.Struct, frozen=True):
-    """How often values were at most ``bounds[i]`` (and above the bound before); then the rest."""
+class QueueWork(msgspec.Struct, kw_only=True):
+    """The work on one queue since the start of the worker, and the messages held now.
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
+    The fields are those of :class:`WorkerStats`.
+    """
 
-    @property
-    def count(self) -> int:
-        """How many values there were."""
-        return sum(self.counts)
+    claimed: int = 0
+    processed: int = 0
+    failed: int = 0
+    released: int = 0
+    exhausted: int = 0
+    lost: int = 0
+    stale: int = 0
+    late: int = 0
+    in_progress: int = 0
+    prefetched: int = 0
+    longest_seconds: float = 0.0
+    failed_by_attempt: Histogram = msgspec.field(default_factory=partial(Histogram.over, ATTEMPTS))
+    lag_seconds: Histogram = msgspec.field(default_factory=partial(Histogram.over, SECONDS))
+    handler_seconds: Histogram = msgspec.field(default_factory=partial(Histogram.over, SECONDS))
+
+
+class Held(NamedTuple):
+    """The messages of a queue that a worker holds, and how long the first handler runs by now."""
+
+    in_progress: int = 0
+    prefetched: int = 0
+    longest_s: float = 0.0
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +105,9 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     of attempts. ``lost`` are leases that ended while the worker had the message, ``stale`` acks and
     releases that the store refused, ``late`` handlers that returned after their message was given
     back, ``collisions`` visits that another process forestalled, ``replaced`` child processes that
-    died or were killed. ``troubles`` names the activities that do not work at present.
+    died or were killed, ``recycled`` ones that had done their messages or took too much memory.
+    ``longest_seconds``: how long the handler has run by now that began first. ``troubles`` names
+    the activities that do not work at present. ``queues`` tells the same of each queue.
     """
 
     claimed: int
@@ -94,28 +120,33 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     late: int
     collisions: int
     replaced: int
+    recycled: int
     in_progress: int
     prefetched: int
     unsettled: int
+    longest_seconds: float
     troubles: tuple[str, ...]
     failed_by_attempt: Histogram
     lag_seconds: Histogram
     handler_seconds: Histogram
+    queues: dict[str, QueueWork]
 
 
 class WorkerCounters:
     """The counters of one worker, and its activities that may be in trouble. Thread-safe."""
 
-    def __init__(self, clock: Clock, on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, clock: Clock, on_error: Callable[[Exception], None], queues: Sequence[str] = ()
+    ) -> None:
         """``on_error`` is called with the error of each try of an activity that failed."""
         self._clock = clock
         self._on_error = on_error
         self._activities: list[Activity] = []
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._bounds = dict.fromkeys(HISTOGRAMS, SECONDS) | {"failed_by_attempt": ATTEMPTS}
-        self._buckets = {name: [0] * (len(each) + 1) for name, each in self._bounds.items()}
-        self._sums = dict.fromkeys(HISTOGRAMS, 0.0)
+        self._counts = dict.fromkeys(WORKER_COUNTERS, 0)
+        self._queues = {queue: QueueWork() for queue in queues}
+        # By what all receipts of a queue begin with.
+        self._by_receipt: dict[str, QueueWork] = {}
         self._failure_kinds: set[str] = set()
 
     def activity(self, name: str) -> Activity:
@@ -123,10 +154,14 @@ class WorkerCounters:
         self._activities.append(Activity(name, self._clock, self._on_error))
         return self._activities[-1]
 
-    def add(self, name: str, count: int = 1) -> None:
-        """Raise a counter."""
+    def add(self, name: str, count: int = 1, *, queue: str | None = None) -> None:
+        """Raise a counter of the worker, or of a queue."""
         with self._lock:
-            self._counts[name] += count
+            if queue is None:
+                self._counts[name] += count
+            else:
+                work = self._of(queue)
+                setattr(work, name, getattr(work, name) + count)
 
     def reach(self, name: str, count: int) -> None:
         """Raise a counter to a count that is kept elsewhere; several threads may read it there."""
@@ -134,24 +169,29 @@ class WorkerCounters:
             self._counts[name] = max(self._counts[name], count)
 
     def add_claimed(self, deliveries: Sequence[Delivery], *, lease_ms: int) -> None:
-        """Count messages claimed with this lease; the lag of a first attempt is its age."""
+        """Count messages of a claim with this lease; the lag of a first attempt is its age."""
+        if not deliveries:
+            return
         with self._lock:
-            self._counts["claimed"] += len(deliveries)
+            work = self._of(deliveries[0].queue)
+            self._by_receipt[deliveries[0].receipt[:RECEIPT_QUEUE_CHARS]] = work
+            work.claimed += len(deliveries)
             for each in deliveries:
                 if each.attempts == 1:
                     # By the store's clock, which has both times, and not by this machine's.
                     claimed_at_ms = each.lease_deadline_ms - lease_ms
                     lag_ms = max(0, claimed_at_ms - each.published_at_ms)
-                    self._observe("lag_seconds", lag_ms / 1000)
+                    work.lag_seconds.add(lag_ms / 1000)
 
     def add_handled(self, delivery: Delivery, settlement: Settlement, seconds: float) -> None:
         """Count a handler's end; log its failure, the first of each kind with its traceback."""
         with self._lock:
-            self._observe("handler_seconds", seconds)
+            work = self._of(delivery.queue)
+            work.handler_seconds.add(seconds)
             if not settlement.failed:
                 return
-            self._counts["failed"] += 1
-            self._observe("failed_by_attempt", delivery.attempts)
+            work.failed += 1
+            work.failed_by_attempt.add(delivery.attempts)
             kind = settlement.place or settlement.reason
             level = logging.DEBUG
             if kind not in self._failure_kinds and len(self._failure_kinds) < MAX_FAILURE_KINDS:
@@ -163,32 +203,56 @@ class WorkerCounters:
 
     def add_settled(self, action: Action, outcomes: Sequence[Outcome]) -> int:
         """Count the store's answers to an ack or a release; return how many it refused."""
-        accepted = sum(outcome.ok for outcome in outcomes)
-        exhausted = sum(outcome.status is OutcomeStatus.FAILED for outcome in outcomes)
-        refused = len(outcomes) - accepted
+        by_receipt: dict[str, list[Outcome]] = {}
+        for outcome in outcomes:
+            by_receipt.setdefault(outcome.receipt[:RECEIPT_QUEUE_CHARS], []).append(outcome)
+        all_refused = 0
         with self._lock:
-            self._counts["processed" if action is Action.ACK else "released"] += accepted
-            self._counts["exhausted"] += exhausted
-            self._counts["stale"] += refused
-        return refused
+            for start, answers in by_receipt.items():
+                work = self._by_receipt.get(start) or self._of("")
+                accepted = sum(outcome.ok for outcome in answers)
+                if action is Action.ACK:
+                    work.processed += accepted
+                else:
+                    work.released += accepted
+                work.exhausted += sum(each.status is OutcomeStatus.FAILED for each in answers)
+                work.stale += len(answers) - accepted
+                all_refused += len(answers) - accepted
+        return all_refused
 
-    def snapshot(self, *, in_progress: int, prefetched: int, unsettled: int) -> WorkerStats:
-        """Return the counters and these gauges."""
+    def _of(self, queue: str) -> QueueWork:
+        return self._queues.setdefault(queue, QueueWork())
+
+    def snapshot(self, held: Mapping[str, Held] | None = None, *, unsettled: int) -> WorkerStats:
+        """Return the counters, and the messages that are held of each queue."""
         with self._lock:
+            for queue in held or {}:
+                self._of(queue)
+            queues = {queue: _copy(work) for queue, work in self._queues.items()}
             fields: dict[str, Any] = {**self._counts}
-            for name, bounds in self._bounds.items():
-                fields[name] = Histogram(bounds, tuple(self._buckets[name]), self._sums[name])
-            return WorkerStats(
-                **fields,
-                in_progress=in_progress,
-                prefetched=prefetched,
-                unsettled=unsettled,
-                troubles=tuple(each.name for each in self._activities if each.in_trouble),
-            )
+        for queue, (in_progress, prefetched, longest_s) in (held or {}).items():
+            work = queues[queue]
+            work.in_progress, work.prefetched = in_progress, prefetched
+            work.longest_seconds = longest_s
+        works = list(queues.values())
+        for name in (*COUNTERS, "in_progress", "prefetched"):
+            fields[name] = sum(getattr(work, name) for work in works)
+        for name in HISTOGRAMS:
+            total = getattr(QueueWork(), name)
+            for work in works:
+                total.add_all(getattr(work, name))
+            fields[name] = total
+        return WorkerStats(
+            **fields,
+            unsettled=unsettled,
+            longest_seconds=max((work.longest_seconds for work in works), default=0.0),
+            troubles=tuple(each.name for each in self._activities if each.in_trouble),
+            queues=queues,
+        )
 
-    def _observe(self, name: str, value: float) -> None:
-        self._buckets[name][bisect_left(self._bounds[name], value)] += 1
-        self._sums[name] += value
+
+def _copy(work: QueueWork) -> QueueWork:
+    return msgspec.structs.replace(work, **{n: getattr(work, n).copy() for n in HISTOGRAMS})
 
 
 class Activity:
@@ -240,10 +304,15 @@ class Activity:
 def serve_metrics(stats: Callable[[], WorkerStats], host: str, port: int) -> Iterator[int]:
     """Serve the Prometheus page inside ``with``; give the port: a free one if 0 was asked for."""
     with needs_extra("server", "a worker's page of metrics"):
-        from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
+        from prometheus_client import (  # noqa: PLC0415
+            CollectorRegistry,
+            ProcessCollector,
+            start_http_server,
+        )
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(stats))
+    ProcessCollector(registry=registry)
     server, thread = start_http_server(port, addr=host, registry=registry)
     try:
         yield server.server_port
@@ -263,18 +332,25 @@ class _Collector:
         from prometheus_client import core  # noqa: PLC0415 - an extra
 
         stats = self._stats()
-        for name, text in COUNTERS.items():
-            yield core.CounterMetricFamily(f"penstock_worker_{name}", text, getattr(stats, name))
-        for name, text in GAUGES.items():
-            yield core.GaugeMetricFamily(f"penstock_worker_{name}", text, getattr(stats, name))
+        start = "penstock_worker_"
+        for name, text in WORKER_COUNTERS.items():
+            yield core.CounterMetricFamily(start + name, text, getattr(stats, name))
+        text = "Messages whose end the store has not confirmed yet."
+        yield core.GaugeMetricFamily(f"{start}unsettled", text, stats.unsettled)
         text = "Activities that do not work."
-        yield core.GaugeMetricFamily("penstock_worker_troubles", text, len(stats.troubles))
+        yield core.GaugeMetricFamily(f"{start}troubles", text, len(stats.troubles))
+        for kind, texts in (
+            (core.CounterMetricFamily, COUNTERS),
+            (core.GaugeMetricFamily, GAUGES),
+        ):
+            for name, text in texts.items():
+                family = kind(start + name, text, labels=["queue"])
+                for queue, work in stats.queues.items():
+                    family.add_metric([queue], getattr(work, name))
+                yield family
         for name, text in HISTOGRAMS.items():
-            found: Histogram = getattr(stats, name)
-            total, buckets = 0, []
-            for bound, count in zip([*map(str, found.bounds), "+Inf"], found.counts, strict=True):
-                total += count
-                buckets.append((bound, float(total)))
-            yield core.HistogramMetricFamily(
-                f"penstock_worker_{name}", text, buckets=buckets, sum_value=found.sum
-            )
+            histogram = core.HistogramMetricFamily(start + name, text, labels=["queue"])
+            for queue, work in stats.queues.items():
+                found: Histogram = getattr(work, name)
+                histogram.add_metric([queue], found.cumulated(), found.sum)
+            yield histogram

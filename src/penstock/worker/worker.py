@@ -29,6 +29,7 @@ import signal
 import socket
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
 
 from penstock import limits
@@ -58,6 +59,7 @@ log = logging.getLogger("penstock.worker")
 STOP: Final = "stop"
 STOP_AT_ONCE: Final = "stop at once"
 IDLE: Final = "idle"
+SLOTS: Final = "slots"
 BROKEN: Final = "broken"
 
 # How long handlers that were cut off may take to end, and the store to confirm the last calls.
@@ -92,6 +94,9 @@ class Worker:
         dequeue_max: int = 100,
         wait_ms: int = 500,
         scan_interval_ms: int = 100,
+        child_messages: int | None = None,
+        child_memory_bytes: int | None = None,
+        ready_file: str | Path | None = None,
         clock: Clock | None = None,
         tracing: bool = False,
     ) -> None:
@@ -103,6 +108,14 @@ class Worker:
         check_optional(time_limit_ms, "time_limit_ms", 1)
         check_count(concurrency, "concurrency", 1, limits.MAX_CONCURRENCY)
         check_optional(prefetch, "prefetch", 0, limits.MAX_CLAIM_LIMIT)
+        check_optional(child_messages, "child_messages", 1)
+        check_optional(child_memory_bytes, "child_memory_bytes", 1)
+        if mode != "processes" and (child_messages or child_memory_bytes):
+            raise InvalidInput(
+                "child_messages and child_memory_bytes are for mode='processes': a thread can't "
+                "be replaced"
+            )
+        self._ready_file = None if ready_file is None else Path(ready_file)
         if tracing:
             # Loaded when used: it needs an extra.
             from penstock.tracing import TraceMiddleware  # noqa: PLC0415
@@ -122,6 +135,8 @@ class Worker:
             dequeue_max=check_count(dequeue_max, "dequeue_max", 1, limits.MAX_CLAIM_LIMIT),
             wait_ms=check_count(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS),
             scan_interval_ms=check_count(scan_interval_ms, "scan_interval_ms", 1),
+            child_messages=child_messages,
+            child_memory_bytes=child_memory_bytes,
         )
         self._queues = list(dict.fromkeys([queue] if isinstance(queue, str) else queue))
         if not self._queues:
@@ -132,9 +147,11 @@ class Worker:
         check_middleware(self._function, self._settings.middleware)
         if mode == "processes":
             # Loaded when used: threads need nothing of multiprocessing.
-            from penstock.worker.processes import check_sendable  # noqa: PLC0415
+            from penstock.worker.processes import check_sendable, memory_bytes  # noqa: PLC0415
 
             check_sendable(handler, self._settings.middleware)
+            if child_memory_bytes and not memory_bytes(os.getpid()):
+                raise InvalidInput("child_memory_bytes needs /proc, which this system has not")
         self._store = store
         self._clock = clock or SystemClock()
         self._broker: Broker | None = None
@@ -203,12 +220,9 @@ class Worker:
     def stats(self) -> WorkerStats:
         """Return its counters since the start, and how many messages it holds."""
         if not self._started:
-            nothing = WorkerCounters(self._clock, self._report_error)
-            return nothing.snapshot(in_progress=0, prefetched=0, unsettled=0)
-        running, waiting = self._state.counts
-        return self._state.counters.snapshot(
-            in_progress=running, prefetched=waiting, unsettled=self._settler.unsettled
-        )
+            nothing = WorkerCounters(self._clock, self._report_error, self._queues)
+            return nothing.snapshot(unsettled=0)
+        return self._state.counters.snapshot(self._state.held(), unsettled=self._settler.unsettled)
 
     def is_lost(self, delivery: Delivery) -> bool:
         """Whether the lease of a message was lost: a handler may look, and give up.
@@ -227,6 +241,11 @@ class Worker:
     def _open(self) -> None:
         if self._started:
             raise InvalidInput("a worker runs once: make another")
+        if self._ready_file is not None:
+            if not self._ready_file.parent.is_dir():
+                raise InvalidInput(f"no directory for the ready file {self._ready_file}")
+            # That of a worker that was killed.
+            self._ready_file.unlink(missing_ok=True)
         self._ended.clear()
         try:
             if self._mode == "processes":
@@ -248,7 +267,7 @@ class Worker:
 
     def _make_parts(self, broker: Broker) -> None:
         clock = self._clock
-        counters = WorkerCounters(clock, self._report_error)
+        counters = WorkerCounters(clock, self._report_error, self._queues)
         self._heartbeat = Heartbeat(broker, clock, counters)
         self._settler = Settler(broker, clock, counters, self._heartbeat)
         self._state = WorkerState(
@@ -262,6 +281,7 @@ class Worker:
             on_idle=self._report_idle,
         )
         self._heartbeat.on_lost = self._state.lose
+        self._state.on_slots = self._report_slots
         self._settler.on_settled = self._state.settled
         make_pool: type[Pool] = AsyncPool if is_async(self._function) else ThreadPool
         if self._mode == "processes":
@@ -308,6 +328,9 @@ class Worker:
     def _report_idle(self) -> None:
         self._events.put((IDLE, None))
 
+    def _report_slots(self) -> None:
+        self._events.put((SLOTS, None))
+
     def _report_broken(self, error: BaseException) -> None:
         self._events.put((BROKEN, error))
 
@@ -330,12 +353,15 @@ class Worker:
 
     def _wait(self) -> BaseException | None:
         """Wait until the worker is to end; return the error that has broken it, if one has."""
+        self._note_ready()
         event, error = self._events.get()
-        while event == IDLE:
+        while event in {IDLE, SLOTS}:
+            self._note_ready()
             event, error = self._events.get()
         if event != STOP:
             return error
         back = self._state.close()
+        self._note_ready()
         log.info("stopping: %d messages are finished, %d given back", self._state.counts[0], back)
         until = self._clock.seconds() + self._settings.drain_ms / 1000
         while not self._drained():
@@ -350,6 +376,18 @@ class Worker:
                 return error
         return None
 
+    def _note_ready(self) -> None:
+        """Make the ready file while the worker can take messages, and remove it when it can't."""
+        if self._ready_file is None:
+            return
+        try:
+            if self._state.ready:
+                self._ready_file.touch()
+            else:
+                self._ready_file.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("the ready file %s: %s", self._ready_file, error)  # noqa: TRY400
+
     def _drained(self) -> bool:
         """Whether a worker that is stopping has nothing left to do."""
         if not all(claimer.ended for claimer in self._claimers):
@@ -360,6 +398,7 @@ class Worker:
     def _finish(self, *, settle: bool) -> None:
         """Cut off handlers, settle what can be, and end; without ``settle``, only end."""
         self._state.close()
+        self._note_ready()
         # A claim that is under way would take again the messages that are given back.
         for claimer in self._claimers:
             claimer.join(None if settle else CUT_MS)
