@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -60,6 +61,12 @@ def status_of(port: int, path: str) -> int | None:
         return None
     finally:
         link.close()
+
+
+def page_of(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as page:
+        text: str = page.read().decode()
+    return text
 
 
 class Served:
@@ -175,7 +182,10 @@ def test_a_standby_takes_over_from_an_owner_that_is_killed(
         wait(lambda: acked(notes) > 5)
         assert owner.ready()
         assert status_of(standby.http, "/ready") == 503
-        assert status_of(standby.http, "/metrics") == 503
+        page = page_of(standby.http, "/metrics")
+        assert 'penstock_role{role="standby"} 1.0' in page
+        assert 'penstock_role{role="owner"} 0.0' in page
+        assert "process_resident_memory_bytes" in page
         owner.process.kill()
         killed_ms = CLOCK.now_ms()
         wait(lambda: confirmed_since(notes, killed_ms))

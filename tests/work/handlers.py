@@ -39,6 +39,14 @@ def mixed(delivery: Delivery) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+_LEAKED: list[bytes] = []
+
+
+def leaks(delivery: Delivery) -> None:
+    """Keep 50 MB of memory for each message."""
+    _LEAKED.append(bytes([len(_LEAKED) + 1]) * 50_000_000)
+
+
 def stuck_once(delivery: Delivery) -> None:
     if delivery.attempts == 1:
         threading.Event().wait()

@@ -354,6 +354,7 @@ def test_counters() -> None:
     stats = counters.snapshot({"q": Held(1, 2, 0.5)}, unsettled=3)
     assert (stats.in_progress, stats.prefetched, stats.longest_seconds) == (1, 2, 0.5)
     assert (stats.claimed, stats.processed, stats.stale) == (2, 1, 2)
+    assert (stats.queues["q"].claimed, stats.queues["q"].failed) == (2, 1)
     assert (stats.failed, stats.released, stats.exhausted) == (1, 2, 1)
     assert (stats.lag_seconds.count, stats.lag_seconds.sum) == (1, 2.0)
     third = stats.failed_by_attempt.bounds.index(3.0)

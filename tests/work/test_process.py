@@ -123,6 +123,34 @@ def test_sigterm_drains(mode: str, tmp_path: Path) -> None:
         assert_clean(broker)
 
 
+def test_the_ready_file_and_the_queues_of_a_process(tmp_path: Path) -> None:
+    url, _ = prepared(tmp_path, 1)
+    with penstock.open(url) as broker:
+        broker.create_queue("other", backoff_base_ms=1, backoff_cap_ms=1)
+        # It has no place to write to.
+        broker.publish([Message(b"x", {"queue": "other"})])
+    ready = tmp_path / "ready"
+    options = ["--queue", "other", "--ready-file", ready, "--metrics", "127.0.0.1:0"]
+    with started(*work(url, *options)) as running:
+        wait_until(ready.exists)
+        wait_until((tmp_path / "began-0").exists)
+        failed = 'penstock_worker_failed_by_attempt_bucket{le="1.0",queue="other"} 1.0'
+        wait_until(lambda: failed in metrics_of(running))
+        page = metrics_of(running)
+        assert 'penstock_worker_failed_total{queue="q"} 0.0' in page
+        assert 'penstock_worker_in_progress{queue="q"} 1.0' in page
+        assert 'penstock_worker_claimed_total{queue="q"} 1.0' in page
+        assert 'penstock_worker_longest_seconds{queue="q"}' in page
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for("stopping: 1 messages")
+        wait_until(lambda: not ready.exists())
+        (tmp_path / "go").touch()
+        assert running.end() == 0
+    with started(*work(url, "--ready-file", tmp_path / "nowhere" / "ready")) as running:
+        assert running.end() == 1
+        assert "no directory for the ready file" in "".join(running.lines)
+
+
 def metrics_of(running: Running) -> str:
     running.wait_for("metrics at ")
     line = next(line for line in running.lines if line.startswith("metrics at "))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from tests.work.handlers import Noting
@@ -82,6 +82,49 @@ def test_a_child_over_its_limit_is_killed_and_replaced(broker: Broker) -> None:
     assert reasons(broker, "q", message_id)[0] == "over the time limit of 500 ms"
     assert worker.stats().replaced >= 1
     assert worker.stats().late == 0
+
+
+@pytest.mark.parametrize("worn", [{"child_messages": 2}, {"child_memory_bytes": 120_000_000}])
+def test_children_are_recycled(broker: Broker, tmp_path: Path, worn: dict[str, int]) -> None:
+    fill(broker, "q", 7)
+    worker = Worker(
+        broker,
+        "q",
+        "tests.work.handlers:leaks",
+        mode="processes",
+        concurrency=1,
+        wait_ms=20,
+        middleware=[Noting(tmp_path)],
+        **worn,  # type: ignore[arg-type]
+    )
+    with worker:
+        wait_until(lambda: worker.stats().processed == 7)
+    stats = worker.stats()
+    assert stats.recycled >= 2
+    assert (stats.claimed, stats.failed, stats.released, stats.replaced) == (7, 0, 0, 0)
+    ran_in = {int(path.name.partition("-")[2]) for path in tmp_path.glob("before-*")}
+    assert len(ran_in) >= 3
+    assert not any(map(alive, ran_in))
+    if "child_messages" in worn:
+        assert stats.recycled == 3
+
+
+def test_a_worker_of_threads_recycles_nothing() -> None:
+    with pytest.raises(InvalidInput, match="a thread can't be replaced"):
+        Worker("memory:", "q", "tests.work.handlers:nothing", child_messages=2)
+
+
+def test_the_ready_file_of_children(broker: Broker, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.touch()
+    options: dict[str, Any] = {"mode": "processes", "wait_ms": 20, "ready_file": ready}
+    worker = Worker(broker, "q", "tests.work.only_in_parent:handler", **options)
+    with worker:
+        wait_until(lambda: worker.stats().troubles)
+        assert not ready.exists()
+    with Worker(broker, "q", "tests.work.handlers:nothing", **options):
+        wait_until(ready.exists)
+    assert not ready.exists()
 
 
 def test_a_stop_at_once_kills_the_children(broker: Broker) -> None:

@@ -70,6 +70,8 @@ class QueueSeries:
         # The totals of the other queues at the last look, and what all of them have added up to.
         self._seen: dict[str, tuple[int, ...]] | None = None
         self._other_totals = [0] * len(TOTALS)
+        # Whether there ever were others: then they are shown, also when there are none.
+        self._has_others = False
 
     def note_claimed(self, queue: str, waited_ms: int) -> None:
         """Count a claim, by how long the first of its messages could have been claimed."""
@@ -83,8 +85,8 @@ class QueueSeries:
             waits.add(waited_ms / 1000)
 
     def grouped(self, by_queue: Mapping[str, float]) -> dict[str, float]:
-        """Sum the numbers of queues that have no series of their own."""
-        found: dict[str, float] = {}
+        """Give the number of each queue with series, 0 if there is none, and sum the others."""
+        found: dict[str, float] = dict.fromkeys(list(self._waits), 0)
         for queue, number in by_queue.items():
             name = queue if queue in self._waits else OTHERS
             found[name] = found.get(name, 0) + number
@@ -135,7 +137,8 @@ class QueueSeries:
             shown = [each for each in counted if each.queue in self._waits]
             rest = [each for each in rest if each.queue not in self._waits]
             self._add_others(rest, present)
-            if rest or any(self._other_totals):
+            self._has_others = self._has_others or bool(rest)
+            if self._has_others:
                 shown.append(self._sum(rest))
         return shown
 

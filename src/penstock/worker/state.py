@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock import limits
@@ -42,6 +44,7 @@ AHEAD_BYTES: Final = 16 * 1024 * 1024
 MAX_AHEAD: Final = 1_000
 # The mean time of a handler is that of about so many messages.
 MEAN_OF: Final = 32
+_queue_of: Final = attrgetter("delivery.queue")
 NOT_BEGUN: Final = Settlement(Action.GIVE_BACK, reason="not begun: the worker was stopped")
 STRANDED: Final = Settlement(Action.GIVE_BACK, reason="not begun: no handler is free")
 
@@ -135,17 +138,15 @@ class WorkerState:
 
     def held(self) -> dict[str, Held]:
         """Return how many messages of each queue run and wait, and for how long the first runs."""
-        now_ms = self._heartbeat.now_ms()
-        found: dict[str, Held] = {}
         with self._lock:
-            for task in self._running.values():
-                queue = task.delivery.queue
-                running, waiting, longest_s = found.get(queue, Held())
-                longest_s = max(longest_s, (now_ms - task.began_ms) / 1000)
-                found[queue] = Held(running + 1, waiting, longest_s)
-            for task in self._waiting.values():
-                running, waiting, longest_s = found.get(task.delivery.queue, Held())
-                found[task.delivery.queue] = Held(running, waiting + 1, longest_s)
+            running = list(self._running.values())
+            waiting = Counter(map(_queue_of, self._waiting.values()))
+        now_ms = self._heartbeat.now_ms()
+        found = {queue: Held(prefetched=count) for queue, count in waiting.items()}
+        for task in running:
+            count, prefetched, longest_s = found.get(task.delivery.queue, Held())
+            longest_s = max(longest_s, (now_ms - task.began_ms) / 1000)
+            found[task.delivery.queue] = Held(count + 1, prefetched, longest_s)
         return found
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.broker.requests import Claim, Joint
 from penstock.errors import InvalidInput, QueueNotFound
 from penstock.model import Message, OutcomeStatus, State
 from penstock.testing.suite.base import HOUR_MS, YEAR_MS, Suite, receipts_of
@@ -193,6 +194,18 @@ class KeepingSuite(Suite):
         # Which group comes first is left to the store.
         self.take(1)
         assert broker.stats("q").oldest_age_ms in {500, 501}
+
+    @pytest.mark.parametrize("ordering", ["standard", "fifo"])
+    def test_a_claim_tells_how_long_its_first_message_has_waited(self, ordering: str) -> None:
+        broker = self.start(ordering=ordering)
+        self.put(b"1", group="a")
+        self.clock.advance(300)
+        self.put(b"2", group="b", delay_ms=500)
+        self.clock.advance(700)
+        claims = [Claim("q", 1, None, "") for _ in range(3)]
+        broker.begin(Joint(claims=[*claims]))
+        assert sorted(claim.answer.waited_ms for claim in claims) == [0, 200, 1000]
+        assert [len(claim.answer) for claim in claims] == [1, 1, 0]
 
     def test_age_of_the_oldest_message_in_flight(self) -> None:
         broker = self.start(lease_ms=1000)
