@@ -103,7 +103,11 @@ LAYERS = {
         *("__init__", "addresses", "broker", "engines.disk", "engines.places", "flight.listener"),
         *("readers", "tracing", "wire"),
     },
-    "flight": {*BROKER, "__init__", "addresses", "broker", "server.metrics", "server.security"},
+    "flight": {
+        *BROKER,
+        *("__init__", "addresses", "broker", "server.metrics", "server.refusals"),
+        "server.security",
+    },
     "spark": {
         *GROUND,
         *("__init__", "clock", "engines.disk", "filters", "flight", "store.codec", "validation"),

@@ -114,7 +114,7 @@ STORE_ONLY: dict[str, tuple[list[str], str]] = {
 APART = {
     *("up", "completion", "filter test", "serve", "config", "restore"),
     *("work", "route", "import queueber"),
-    *(f"keys {name}" for name in ("add", "list", "remove", "check")),
+    *(f"keys {name}" for name in ("add", "rotate", "list", "remove", "check")),
     *(f"pipeline {name}" for name in ("route", "status", "backfill", "archive", "collect")),
     *(f"pipeline {name}" for name in ("report", "redrive", "publish")),
 }

@@ -81,7 +81,9 @@ def tls_contexts(place: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 def served_by(batcher: Batcher, **options: Any) -> Any:
     """Make a stand-in for the server of a listener: its keys, TLS context and counters."""
-    given = {"keys": None, "tls": None, "metrics": Metrics(), "connections": Connections()}
+    tls = options.pop("tls", None)
+    given: dict[str, Any] = {"keys": None, "metrics": Metrics(), "connections": Connections()}
+    given["tls"] = SimpleNamespace(context=lambda _: tls)
     return SimpleNamespace(batcher=batcher, **{**given, **options})
 
 

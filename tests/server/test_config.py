@@ -65,6 +65,8 @@ def test_every_setting_can_be_set_in_every_way(tmp_path: Path) -> None:
         "sqs_region": "eu-west-1",
         "standby_after": "9s",
         "sqs_done_retention": "6s",
+        "ops_address": "127.0.0.1:79",
+        "tls_client_listeners": "native",
     }
     for field, setting in SETTINGS.items():
         example = examples.get(field)
@@ -85,6 +87,7 @@ def test_every_setting_can_be_set_in_every_way(tmp_path: Path) -> None:
         extra: dict[str, Any] = {"tls_certificate": {"tls_key": "k"}}
         extra["tls_key"] = {"tls_certificate": "c"}
         extra["tls_client_ca"] = {"tls_certificate": "c", "tls_key": "k"}
+        extra["tls_client_listeners"] = {**extra["tls_client_ca"], "tls_client_ca": "a"}
         beside = extra.get(field, {})
         text = str(example).lower() if isinstance(example, bool) else str(example)
         flags: dict[str, Any] = {**beside, field: example}

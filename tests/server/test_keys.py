@@ -50,13 +50,11 @@ def test_the_file_holds_no_secret_unless_sqs_needs_it(path: Path) -> None:
     assert native not in text
     assert sqs in text
     keys = Keys(path)
-    assert keys.secret_of("native") is None
-    assert keys.secret_of("nobody") is None
-    found = keys.secret_of("sqs")
-    assert found is not None
-    assert found[0] == sqs
-    assert found[1].key_id == "sqs"
-    assert keys.by_token(f"sqs:{sqs}") == found[1]
+    assert keys.secrets_of("native") == keys.secrets_of("nobody") == []
+    ((secret, principal),) = keys.secrets_of("sqs")
+    assert secret == sqs
+    assert principal.key_id == "sqs"
+    assert keys.by_token(f"sqs:{sqs}") == principal
     assert keys.by_token(f"sqs:{native}") is None
     assert read_keys(path)["sqs"].description == 'with "quotes" \\ and é'
 

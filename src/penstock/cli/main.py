@@ -107,6 +107,7 @@ EXAMPLES: Final = {
     "serve": "penstock serve --store rocksdb:./data --http 0.0.0.0:8816 --keys keys.toml",
     "config": "penstock config --config penstock.toml",
     "keys add": "penstock keys add shop --keys keys.toml --allow publish:orders-*",
+    "keys rotate": "penstock keys rotate shop --keys keys.toml",
     "keys list": "penstock keys list --keys keys.toml",
     "keys remove": "penstock keys remove shop --keys keys.toml",
     "keys check": 'echo "$PENSTOCK_TOKEN" | penstock keys check --keys keys.toml --action admin',

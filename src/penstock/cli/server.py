@@ -228,14 +228,35 @@ def add(
     the file can use those keys.
     """
     secret = security.add_key(path, key_id, list(permissions), sqs=sqs, description=description)
+    _show_secret(path, key_id, secret)
+
+
+def _show_secret(path: Path, key_id: str, secret: str) -> None:
     token = f"{key_id}:{secret}"
     if common.wants_json():
         common.emit_json({"key_id": key_id, "secret": secret, "token": token})
         return
     click.echo(f"key    {key_id}\nsecret {secret}\ntoken  {token}")
     click.echo("The secret is not shown again.", err=True)
-    if sqs:
+    if security.read_keys(path)[key_id].secret:
         click.echo(f"{path} holds the secret itself, as SQS signatures need it.", err=True)
+
+
+@keys.command("rotate")
+@click.argument("key_id")
+@click.option("--finish", is_flag=True, help="Take the former secret away.")
+@_keys_option
+@common.json_option
+def rotate(path: Path, key_id: str, *, finish: bool) -> None:
+    """Give a key a new secret and show it, this once; the former one stays good until --finish.
+
+    The metric penstock_key_former_secret_used_timestamp_seconds says when a server last saw it.
+    """
+    if finish:
+        security.finish_rotation(path, key_id)
+        common.answer({"finished": key_id}, f"the former secret of {key_id} is refused from now on")
+        return
+    _show_secret(path, key_id, security.rotate_key(path, key_id))
 
 
 @keys.command("list")
@@ -244,15 +265,19 @@ def add(
 def list_keys(path: Path) -> None:
     """List the keys and what they may do; no secrets."""
     rows = [
-        (key_id, key.permissions, bool(key.secret), key.description)
+        (key_id, key.permissions, bool(key.secret), len(key.secrets), key.description)
         for key_id, key in sorted(security.read_keys(path).items())
     ]
     if common.wants_json():
-        names = ("key_id", "permissions", "sqs", "description")
+        names = ("key_id", "permissions", "sqs", "secrets", "description")
         common.emit_json([dict(zip(names, row, strict=True)) for row in rows])
         return
-    texts = [(name, " ".join(may), "yes" if sqs else "no", text) for name, may, sqs, text in rows]
-    common.show_table(("key", "may", "sqs", "description"), texts, empty="there are no keys")
+    texts = [
+        (name, " ".join(may), "yes" if sqs else "no", secrets, text)
+        for name, may, sqs, secrets, text in rows
+    ]
+    columns = ("key", "may", "sqs", ":secrets", "description")
+    common.show_table(columns, texts, empty="there are no keys")
 
 
 @keys.command("remove")

@@ -1,7 +1,8 @@
-"""The pages for operators, on the HTTP listener: /health, /ready, /metrics, /admin/backup.
+"""The pages for operators: /health, /ready and /metrics, and /admin/backup on the HTTP listener.
 
 The first two tell nothing but a line and are open to everybody. The others want a key where there
-are keys: one that may consume or admin all queues to look, and admin all queues to act.
+are keys: one that may consume or admin all queues to look, and admin all queues to act. On a
+listener for operations (``ops.address``) the first three need neither a key nor TLS.
 
 No page waits for a store: one thread reads its figures, however many clients ask.
 """
@@ -20,6 +21,7 @@ from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.server.config import authenticates
 from penstock.server.http import Response
 from penstock.server.metrics import CONTENT_TYPE, Metrics
+from penstock.server.refusals import id_of
 from penstock.server.security import ANYONE, Keys, token_of
 from penstock.store.sql.location import without_password
 
@@ -42,32 +44,44 @@ class _Backup(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def routes(server: Server) -> dict[tuple[str, str], Handler]:
-    """Return the handlers by method and path."""
-    pages = _Pages(server)
-    found: dict[tuple[str, str], Handler] = {
-        ("GET", "/health"): lambda _: Response(body=b"alive\n"),
-        ("GET", "/ready"): pages.ready,
-        ("POST", "/admin/backup"): partial(pages.check, ("admin",), pages.backup),
-    }
+    """Return the handlers of the HTTP listener by method and path."""
+    pages = server.pages
+    found = ops_routes(server)
+    found["POST", "/admin/backup"] = partial(pages.check, ("admin",), pages.backup)
     if server.config.metrics_enabled:
         found["GET", "/metrics"] = partial(pages.check, ("consume", "admin"), pages.metrics)
     return found
 
 
-def standby_routes(config: Config) -> dict[tuple[str, str], Handler]:
+def ops_routes(server: Server) -> dict[tuple[str, str], Handler]:
+    """Return the handlers of pages that need no key, for the listener for operations."""
+    found: dict[tuple[str, str], Handler] = {
+        ("GET", "/health"): lambda _: Response(body=b"alive\n"),
+        ("GET", "/ready"): server.pages.ready,
+    }
+    if server.config.metrics_enabled:
+        found["GET", "/metrics"] = server.pages.metrics
+    return found
+
+
+def standby_routes(config: Config, *, keyless: bool) -> dict[tuple[str, str], Handler]:
     """Return the handlers of a process that stands by: it has figures of its own, and no store."""
     server = _Standby(config)
-    pages = _Pages(cast("Server", server))
+    pages = Pages(cast("Server", server))
     found: dict[tuple[str, str], Handler] = {
         ("GET", "/health"): lambda _: Response(body=b"alive\n"),
     }
     if config.metrics_enabled:
-        found["GET", "/metrics"] = partial(pages.check, ("consume", "admin"), pages.own_metrics)
+        found["GET", "/metrics"] = (
+            pages.own_metrics
+            if keyless
+            else partial(pages.check, ("consume", "admin"), pages.own_metrics)
+        )
     return found
 
 
 class _Standby:
-    """What a page needs of a server."""
+    """The parts of a server that pages of a standby need."""
 
     def __init__(self, config: Config) -> None:
         self.clock = SystemClock()
@@ -76,7 +90,9 @@ class _Standby:
         self.metrics.role = "standby"
 
 
-class _Pages:
+class Pages:
+    """The pages of one server."""
+
     def __init__(self, server: Server) -> None:
         self._server = server
         self._reading: asyncio.Future[None] | None = None
@@ -100,6 +116,8 @@ class _Pages:
                 principal = server.keys.by_token(token) if token else None
             if principal is None:
                 outcome = NotAllowed.__name__
+                why = "the key is not known, or its secret is another" if token else "no key"
+                server.metrics.refusals.login("admin", request.peer, id_of(token), why)
                 text = "this page wants authorization: Bearer ID:SECRET"
                 return _json(401, {"error": outcome, "message": text}, _CHALLENGE)
             key_id = principal.key_id

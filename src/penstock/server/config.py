@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock import limits
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, did_you_mean
 from penstock.server.security import is_loopback
 from penstock.store.life import fields_text, life
 from penstock.store.sql.location import without_password
@@ -33,8 +33,9 @@ from penstock.store.sql.location import without_password
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SECTIONS: Final = ("auth", "backup", "limits", "listen", "log", "metrics", "sqs", "tls")
+SECTIONS: Final = ("auth", "backup", "limits", "listen", "log", "metrics", "ops", "sqs", "tls")
 LISTENERS: Final = ("native", "http", "flight", "capnp")
+TLS_LISTENERS: Final = ("native", "http", "flight", "console")
 FLAGS: Final = {
     **{f"listen_{name}": f"--{name}" for name in LISTENERS},
     "auth_mode": "--auth",
@@ -93,10 +94,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     listen_capnp: Address = Address(OFF)
     capnp_queue: str = "queueber"
     console: ConsolePlace = ConsolePlace("on")
+    ops_address: Address = Address(OFF)
     port_file: str = ""
     tls_certificate: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""
+    tls_client_listeners: str = ""
     auth_mode: Literal["auto", "off", "required"] = "auto"
     auth_keys: str = ""
     backup_directory: str = ""
@@ -119,6 +122,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """Return host and port of each listener that is not off."""
         texts = {name: getattr(self, f"listen_{name}") for name in LISTENERS}
         texts["console"] = OFF if self.console == ON else self.console
+        texts["ops"] = self.ops_address
         return {name: parse_address(text) for name, text in texts.items() if text != OFF}
 
 
@@ -140,10 +144,12 @@ _ABOUT: Final = {
     "listen_capnp": "Where to serve Queueber's clients.",
     "capnp_queue": "The queue that Queueber's clients use; made if it is not there.",
     "console": "Where the web console is: on (at the HTTP listener), off, or at its own address.",
+    "ops_address": "Where /health, /ready and /metrics need no TLS and no key; HTTP has them too.",
     "port_file": "A file that gets the port, or a line NAME PORT for each listener.",
     "tls_certificate": "The server's certificate chain, PEM.",
     "tls_key": "The certificate's private key, PEM.",
     "tls_client_ca": "Certificate authority of the clients' certificates: mutual TLS.",
+    "tls_client_listeners": "Listeners that ask for them, such as native,flight; empty: all.",
     "auth_mode": "Who needs a key; auto: everybody, unless only this machine can connect.",
     "auth_keys": "The keys file; 'penstock keys' writes it.",
     "backup_directory": "Where 'penstock backup' has a server write: a path, or s3://BUCKET/PREFIX.",
@@ -346,6 +352,12 @@ def _check(config: Config) -> None:
         raise InvalidInput("tls.certificate and tls.key go together: give both or neither")
     if config.tls_client_ca and not config.tls_certificate:
         raise InvalidInput("tls.client_ca asks clients for certificates: give tls.certificate too")
+    chosen = [each for each in config.tls_client_listeners.split(",") if each]
+    for unknown in set(chosen) - {*TLS_LISTENERS}:
+        hint = did_you_mean(unknown, TLS_LISTENERS)
+        raise InvalidInput(f"tls.client_listeners: no listener {unknown!r:.100} has TLS; {hint}")
+    if chosen and not config.tls_client_ca:
+        raise InvalidInput("tls.client_listeners ask for certificates: give tls.client_ca too")
     if not 1 <= config.dedup_window <= limits.MAX_DEDUP_WINDOW_MS:
         raise InvalidInput(f"dedup_window is 1 to {limits.MAX_DEDUP_WINDOW_MS} ms")
     if config.standby_after < limits.MIN_STANDBY_AFTER_MS:
@@ -366,7 +378,8 @@ def authenticates(config: Config) -> bool:
         "name the file with --keys FILE"
     )
     for name, (host, _) in config.addresses().items():
-        if not is_loopback(host):
+        # The pages for operations are meant for everybody who can connect.
+        if name != "ops" and not is_loopback(host):
             field = name if name == "console" else f"listen_{name}"
             raise InvalidInput(
                 f"{SETTINGS[field].path} {getattr(config, field)} can be reached from other "
@@ -378,11 +391,16 @@ def authenticates(config: Config) -> bool:
     return False
 
 
-def tls_files(config: Config) -> tuple[Path, Path, Path | None] | None:
-    """Return the files of certificate, key and the clients' CA; None: there is no certificate."""
+def tls_files(config: Config, listener: str) -> tuple[Path, Path, Path | None] | None:
+    """Return the files of certificate, key and the clients' CA; None: there is no certificate.
+
+    There is no CA where a listener does not ask clients for certificates.
+    """
     if not config.tls_certificate:
         return None
-    ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+    asked = config.tls_client_listeners
+    asks = not asked or listener in asked.split(",")
+    ca = Path(config.tls_client_ca) if config.tls_client_ca and asks else None
     return Path(config.tls_certificate), Path(config.tls_key), ca
 
 

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from penstock import limits
+from penstock.addresses import Address
 from penstock.errors import InvalidInput
+from penstock.server.tls import handshake_reason
 
 if TYPE_CHECKING:
     import ssl
@@ -77,8 +79,12 @@ class Slot(msgspec.Struct, eq=False):
     def hold_for(self, holder: SlotHolder, transport: asyncio.BaseTransport) -> None:
         """Give the slot to the connection that has been made."""
         self.holder = holder
-        peer = transport.get_extra_info("peername")
-        self.address = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
+        self.address = _address_of(transport.get_extra_info("peername")) or self.address
+
+
+def _address_of(peer: object) -> str:
+    """Return the text of a client's address, if it has one."""
+    return str(Address(*peer[:2])) if isinstance(peer, tuple) else ""
 
 
 class _Group:
@@ -108,8 +114,13 @@ class Connections:
         most: int = limits.MAX_CONNECTIONS,
         *,
         turned_away: Callable[[str], None] = lambda _: None,
+        failed: Callable[[str, str, str], None] = lambda *_: None,
     ) -> None:
-        """``turned_away`` is called with the protocol of each that is refused or makes way."""
+        """``turned_away`` is called with the protocol of each that is refused or makes way.
+
+        ``failed`` is called with protocol, address and reason of each TLS handshake that fails.
+        """
+        self.failed = failed
         self.most = most
         self._turned_away = turned_away
         self._strangers = _Group(limits.MAX_STRANGERS_BYTES)
@@ -225,7 +236,8 @@ class Listener:
         # The open connections: the protocol adds and removes them.
         self.connections: set[Any] = set()
         self.address = (host, port)
-        self._tls = tls
+        # Replaced when the certificate is read again: it is for the connections to come.
+        self.tls = tls
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = False
@@ -262,7 +274,7 @@ class Listener:
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_AT_ONCE):
             try:
-                taken, _ = listening.accept()
+                taken, peer = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -273,6 +285,7 @@ class Listener:
             taken.setblocking(False)  # noqa: FBT003
             pending = _PendingSocket()
             slot = self.slots.enter(pending, self.protocol)
+            slot.address = _address_of(peer)
             pending.task = asyncio.get_running_loop().create_task(self._serve(taken, slot))
             self._tasks.add(pending.task)
             pending.task.add_done_callback(partial(self._arrived, taken, slot))
@@ -283,8 +296,8 @@ class Listener:
         await asyncio.get_running_loop().connect_accepted_socket(
             lambda: self.make_connection(slot),
             taken,
-            ssl=self._tls,
-            ssl_handshake_timeout=self.handshake_seconds if self._tls is not None else None,
+            ssl=self.tls,
+            ssl_handshake_timeout=self.handshake_seconds if self.tls is not None else None,
         )
 
     def _arrived(self, taken: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
@@ -296,6 +309,9 @@ class Listener:
         self.slots.leave(slot)
         taken.close()
         if isinstance(error, OSError):
+            why = None if self.tls is None else handshake_reason(error)
+            if why is not None:
+                self.slots.failed(self.protocol, slot.address, why)
             log.debug("a connection came to nothing: %s", error)
         elif error is not None:
             log.error("a connection could not be served", exc_info=error)

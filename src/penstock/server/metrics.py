@@ -19,6 +19,7 @@ from penstock import limits
 from penstock.errors import PenstockError, needs_extra
 from penstock.histogram import SECONDS, Histogram
 from penstock.server.queue_series import OTHERS, QueueSeries
+from penstock.server.refusals import Refusals
 
 with needs_extra("server", "the server"):
     from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -49,6 +50,11 @@ _STORE: Final = {
     "healed_total": "Records mended since the store was opened.",
     "stale_receipts_total": "Receipts refused since the store was opened.",
     "unreadable_total": "Unreadable messages that claims passed over since the store was opened.",
+}
+_REFUSED: Final = {
+    "connections_refused": "Connections refused, or closed to make room.",
+    "handshakes_failed": "TLS handshakes that failed; those of Flight are not known.",
+    "logins_refused": "Logins and signatures that were refused.",
 }
 # Of stores that processes share, of which others have no series.
 CONTENTION: Final = {
@@ -90,7 +96,8 @@ class Metrics:
         self._lock = threading.Lock()
         self._requests: dict[tuple[str, str, str], Histogram] = {}
         self._claim_waits: dict[str, Histogram] = {}
-        self._refused: dict[str, int] = {}
+        self._refused: dict[str, dict[str, int]] = {name: {} for name in _REFUSED}
+        self.refusals = Refusals(self.refused)
         self._gauges: Callable[[], Iterable[Gauge]] = list
         self._broker: Broker | None = None
         self._seconds: Callable[[], float] = lambda: 0.0
@@ -140,10 +147,11 @@ class Metrics:
             }
             access.log(self._access_level, "request", extra={"fields": fields})
 
-    def refused(self, protocol: str) -> None:
-        """Count a connection that was turned away: there were too many, or it was too slow."""
+    def refused(self, protocol: str, what: str = "connections_refused") -> None:
+        """Count what was refused: a connection, since there were too many, or another series."""
         with self._lock:
-            self._refused[protocol] = self._refused.get(protocol, 0) + 1
+            counts = self._refused[what]
+            counts[protocol] = counts.get(protocol, 0) + 1
 
     # --- showing -----------------------------------------------------------------------------
 
@@ -178,7 +186,7 @@ class Metrics:
         with self._lock:
             requests = {key: each.copy() for key, each in sorted(self._requests.items())}
             waits = {(key,): each.copy() for key, each in sorted(self._claim_waits.items())}
-            refused = dict(self._refused)
+            refused = {name: dict(counts) for name, counts in self._refused.items()}
         about = "Requests, by how long they took; without the time for which claims were parked."
         yield _histogram("request", about, requests, "protocol", "operation", "outcome")
         about = "Claims that were parked until there were messages, by how long they were."
@@ -189,8 +197,8 @@ class Metrics:
         yield _build_info()
         roles = {role: int(role == self.role) for role in ROLES}
         yield _gauge("role", "1 for the role of this server, 0 for the others.", roles, "role")
-        about = "Connections refused, or closed to make room."
-        yield _counter("connections_refused", about, refused, "protocol")
+        for name, about in _REFUSED.items():
+            yield _counter(name, about, refused[name], "protocol")
         for name, about, value, *label in self._gauges():
             if label == ["queue"] and isinstance(value, dict):
                 yield _gauge(name, about, self.queues.grouped(value), *label)

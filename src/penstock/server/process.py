@@ -18,7 +18,7 @@ import gc
 import logging
 import os
 import signal
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -26,7 +26,6 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.readers import watch_owner
 from penstock.server import config as configuring
-from penstock.server.config import OFF, Config
 from penstock.server.connections import bind, raise_file_limit
 from penstock.server.security import Keys
 from penstock.server.served_store import (
@@ -34,18 +33,18 @@ from penstock.server.served_store import (
     load_protocols,
     new_loop,
     open_broker,
-    tls_of,
 )
+from penstock.server.tls import ServerTls
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
     import socket
-    import ssl
     from collections.abc import AsyncIterator, Callable, Iterable
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
     from penstock.errors import PenstockError
+    from penstock.server.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +54,8 @@ _M_ARENA_MAX: Final = -8
 _LOST_GRACE_MS: Final = 1_000
 # How often a standby looks at the owner within the time after which it takes over.
 _LOOKS: Final = 3
+# Listeners that a standby has.
+_STANDBY_LISTENERS: Final = ("http", "ops")
 
 
 class _Taken(NamedTuple):
@@ -138,7 +139,7 @@ def _take(
     # Bad settings are refused before a store is made or taken from another.
     if configuring.authenticates(config):
         Keys(Path(config.auth_keys))
-    tls = tls_of(config)
+    tls = ServerTls(config)
     if not config.standby:
         _close_sockets(_bind(config, config.addresses()))
         return _Taken(open_broker(config), {})
@@ -319,7 +320,7 @@ class Silence:
 
 
 async def _stand_by(
-    config: Config, say: Callable[[str], None], tls: ssl.SSLContext | None, *, again: bool
+    config: Config, say: Callable[[str], None], tls: ServerTls, *, again: bool
 ) -> _Taken | None:
     """Wait until the store is free, and take it; None if a signal said to stop before.
 
@@ -387,24 +388,25 @@ async def _look(how: Callable[[], int]) -> int | None:
 
 @asynccontextmanager
 async def _standby_pages(
-    config: Config, tls: ssl.SSLContext | None
+    config: Config, tls: ServerTls
 ) -> AsyncIterator[dict[str, list[socket.socket]]]:
-    """Answer /health, /ready and /metrics, if HTTP is to be served; give its sockets, as http."""
-    if config.listen_http == OFF:
+    """Answer /health, /ready and /metrics where there will be pages; give the sockets, by name."""
+    names = [name for name in config.addresses() if name in _STANDBY_LISTENERS]
+    if not names:
         yield {}
         return
     from penstock.server.admin import standby_routes  # noqa: PLC0415 - needs an extra
     from penstock.server.http import Http, Response  # noqa: PLC0415
 
-    bound = _bind(config, ["http"])
-    http = Http(
-        standby_routes(config),
-        lambda _: Response(503, b"standing by\n"),
-        tls=tls,
-    )
-    http.take(bound["http"])
-    await http.start()
-    try:
+    bound = _bind(config, names)
+    async with AsyncExitStack() as stack:
+        for name in names:
+            http = Http(
+                standby_routes(config, keyless=name == "ops"),
+                lambda _: Response(503, b"standing by\n"),
+                tls=tls.context(name),
+            )
+            http.take(bound[name])
+            await http.start()
+            stack.push_async_callback(http.stop, 1_000)
         yield bound
-    finally:
-        await http.stop(1_000)

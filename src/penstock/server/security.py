@@ -1,4 +1,4 @@
-"""Access keys, permissions, TLS, and the guard of a server without keys.
+"""Access keys, permissions, and the guard of a server without keys.
 
 A key has an id, a secret that was shown once when it was made, and permissions. Native clients,
 Flight and Cap'n Proto present ``ID:SECRET`` as a token, of which the file holds a salted hash. SQS
@@ -22,12 +22,13 @@ import threading
 import tomllib
 from collections import OrderedDict
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock import limits
+from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, QueueNotFound
 from penstock.filters import default_filter, parse
 
@@ -60,6 +61,8 @@ class Principal(msgspec.Struct, eq=False):
 
     key_id: str
     grants: tuple[tuple[str, str], ...] = ()
+    # Whether it logged in by the secret that a newer one is to replace.
+    former: bool = False
 
     def may(self, action: str, queue: str | None = None) -> bool:
         """Whether an action on a queue is allowed; ``None`` or ``*`` is one on all queues."""
@@ -160,13 +163,31 @@ def check_settings(principal: Principal, name: str, settings: Mapping[str, Any])
         check_target(principal, target)
 
 
+class Secret(NamedTuple):
+    """A secret as the file has it: its hash, or itself if SQS needs it."""
+
+    hash: str
+    plain: str
+
+
 class Key(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key as the file has it. ``hash`` is ``scrypt:N:R:P:SALT:DIGEST``, in base64."""
+    """A key as the file has it. ``hash`` is ``scrypt:N:R:P:SALT:DIGEST``, in base64.
+
+    While its secret is being replaced it has two: ``former_hash`` or ``former_secret`` is good too.
+    """
 
     permissions: list[str]
     hash: str = ""
     secret: str = ""
+    former_hash: str = ""
+    former_secret: str = ""
     description: str = ""
+
+    @property
+    def secrets(self) -> list[Secret]:
+        """The secrets that are good, the newest first."""
+        former = Secret(self.former_hash, self.former_secret)
+        return [Secret(self.hash, self.secret), *([former] if any(former) else [])]
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -182,18 +203,23 @@ class Keys:
         self._cache_key = ssl.RAND_bytes(32)
         self._seen = _fingerprint(path)
         self._keys: dict[str, Key] = {}
-        self._principals: dict[str, Principal] = {}
+        # Each secret has its own: connections made by one that is taken away end with it.
+        self._principals: dict[tuple[str, Secret], Principal] = {}
+        # By key with two secrets: the second at which the former one was last used, or 0.
+        self.former_used: dict[str, int] = {}
         self._adopt(read_keys(path))
 
     def _adopt(self, keys: dict[str, Key]) -> None:
         with self._lock:
             principals = {}
             for key_id, key in keys.items():
-                known = self._keys.get(key_id)
-                same = known is not None and (known.hash, known.secret) == (key.hash, key.secret)
-                found = self._principals.pop(key_id) if same else Principal(key_id)
-                found.grants = _grants(key_id, key.permissions)
-                principals[key_id] = found
+                for number, secret in enumerate(key.secrets):
+                    found = self._principals.pop((key_id, secret), None) or Principal(key_id)
+                    found.grants = _grants(key_id, key.permissions)
+                    found.former = number > 0
+                    principals[key_id, secret] = found
+            two = [key_id for key_id, key in keys.items() if len(key.secrets) > 1]
+            self.former_used = {each: self.former_used.get(each, 0) for each in two}
             for gone in self._principals.values():
                 gone.grants = ()
             self._keys, self._principals = keys, principals
@@ -207,8 +233,8 @@ class Keys:
         self._seen = _fingerprint(self.path)
         try:
             keys = read_keys(self.path)
-        except InvalidInput:
-            log.exception("the keys stay as they were")
+        except InvalidInput as error:
+            log.error("the keys stay as they were: %s", error)  # noqa: TRY400
             return False
         self._adopt(keys)
         log.info("read %d keys from %s", len(keys), self.path)
@@ -230,29 +256,37 @@ class Keys:
         ).digest()
         found = self._verified.get(digest)
         if found is not None:
+            self.note_use(found)
             return found
-        key_id, colon, secret = token.partition(":")
+        key_id, colon, given = token.partition(":")
         key = self._keys.get(key_id)
-        if not colon or key is None or not _matches(key, secret):
+        if not colon or key is None:
+            return None
+        secret = next((each for each in key.secrets if _matches(each, given)), None)
+        if secret is None:
             return None
         with self._lock:
             # The file may have been read again meanwhile, and the key be gone or another.
-            now = self._keys.get(key_id)
-            same = now is not None and (now.hash, now.secret) == (key.hash, key.secret)
-            principal = self._principals[key_id] if same else None
+            principal = self._principals.get((key_id, secret))
             if principal is not None:
                 self._verified[digest] = principal
                 if len(self._verified) > limits.MAX_VERIFIED_TOKENS:
                     self._verified.popitem(last=False)
+        if principal is not None:
+            self.note_use(principal)
         return principal
 
-    def secret_of(self, key_id: str) -> tuple[str, Principal] | None:
-        """Return the secret of a key that was made for SQS, for checking a signature."""
-        key = self._keys.get(key_id)
-        principal = self._principals.get(key_id)
-        if key is None or principal is None or not key.secret:
-            return None
-        return key.secret, principal
+    def note_use(self, principal: Principal) -> None:
+        """Note when a secret was used that a newer one is to replace."""
+        if principal.former and principal.key_id in self.former_used:
+            self.former_used[principal.key_id] = SystemClock().now_ms() // 1000
+
+    def secrets_of(self, key_id: str) -> list[tuple[str, Principal]]:
+        """Return the secrets of a key that was made for SQS, for checking a signature."""
+        with self._lock:
+            key = self._keys.get(key_id)
+            plain = [] if key is None else [each for each in key.secrets if each.plain]
+            return [(each.plain, self._principals[key_id, each]) for each in plain]
 
     def keeps_no_secret(self, key_id: str) -> bool:
         """Whether this is a key that was not made for SQS."""
@@ -268,11 +302,11 @@ def _fingerprint(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def _matches(key: Key, secret: str) -> bool:
-    if key.secret:
-        return hmac.compare_digest(key.secret.encode(), secret.encode("utf-8", "surrogatepass"))
-    _, n, r, p, salt, wanted = key.hash.split(":")
-    made = _scrypt(secret, base64.b64decode(salt), (int(n), int(r), int(p)))
+def _matches(secret: Secret, given: str) -> bool:
+    if secret.plain:
+        return hmac.compare_digest(secret.plain.encode(), given.encode("utf-8", "surrogatepass"))
+    _, n, r, p, salt, wanted = secret.hash.split(":")
+    made = _scrypt(given, base64.b64decode(salt), (int(n), int(r), int(p)))
     return hmac.compare_digest(base64.b64decode(wanted), made)
 
 
@@ -337,8 +371,10 @@ def _check_key(path: Path, key_id: str, key: Key) -> None:
     if not _KEY_ID.fullmatch(key_id):
         raise InvalidInput(f"{key_id!r:.100} is not a key's id: up to 64 of A-Z a-z 0-9 _ . -")
     _grants(key_id, key.permissions)
-    if not key.secret:
-        parts = key.hash.split(":")
+    for secret in key.secrets:
+        if secret.plain:
+            continue
+        parts = secret.hash.split(":")
         try:
             _, n, r, p, salt, digest = parts
             cost = int(n) * int(r) * int(p)
@@ -388,29 +424,68 @@ def add_key(
         raise InvalidInput(f"there is a key {key_id!r} already: remove it first")
     if not description.isprintable():
         raise InvalidInput("a key's description is one line of printable text")
-    secret = base64.urlsafe_b64encode(ssl.RAND_bytes(_SECRET_BYTES)).decode()
-    salt = ssl.RAND_bytes(16)
-    parts = [base64.b64encode(each).decode() for each in (salt, _scrypt(secret, salt, _SCRYPT))]
+    plain, secret = _new_secret(sqs=sqs)
     key = Key(
-        permissions=permissions,
-        description=description,
-        hash="" if sqs else ":".join(["scrypt", *map(str, _SCRYPT), *parts]),
-        secret=secret if sqs else "",
+        permissions=permissions, description=description, hash=secret.hash, secret=secret.plain
     )
     _check_key(path, key_id, key)
     write_keys(path, {**keys, key_id: key})
-    return secret
+    return plain
+
+
+def _new_secret(*, sqs: bool) -> tuple[str, Secret]:
+    """Make a secret, and what the file holds of it."""
+    secret = base64.urlsafe_b64encode(ssl.RAND_bytes(_SECRET_BYTES)).decode()
+    salt = ssl.RAND_bytes(16)
+    parts = [base64.b64encode(each).decode() for each in (salt, _scrypt(secret, salt, _SCRYPT))]
+    hashed = "" if sqs else ":".join(["scrypt", *map(str, _SCRYPT), *parts])
+    return secret, Secret(hashed, secret if sqs else "")
+
+
+def rotate_key(path: Path, key_id: str) -> str:
+    """Give a key a new secret beside the one that it has, and return it; both are good."""
+    keys = _keys_with(path, key_id)
+    key = keys[key_id]
+    if len(key.secrets) > 1:
+        raise InvalidInput(
+            f"key {key_id!r} has two secrets already: 'penstock keys rotate {key_id} --finish' "
+            "takes the former one away"
+        )
+    plain, secret = _new_secret(sqs=bool(key.secret))
+    keys[key_id] = msgspec.structs.replace(
+        key,
+        hash=secret.hash,
+        secret=secret.plain,
+        former_hash=key.hash,
+        former_secret=key.secret,
+    )
+    write_keys(path, keys)
+    return plain
+
+
+def finish_rotation(path: Path, key_id: str) -> None:
+    """Take the former secret of a key away."""
+    keys = _keys_with(path, key_id)
+    if len(keys[key_id].secrets) == 1:
+        raise InvalidInput(f"key {key_id!r} has one secret: there is none to take away")
+    keys[key_id] = msgspec.structs.replace(keys[key_id], former_hash="", former_secret="")
+    write_keys(path, keys)
+
+
+def _keys_with(path: Path, key_id: str) -> dict[str, Key]:
+    keys = read_keys(path)
+    if key_id not in keys:
+        raise InvalidInput(f"there is no key {key_id!r:.100}")
+    return keys
 
 
 def remove_key(path: Path, key_id: str) -> None:
     """Take a key out of the file."""
-    keys = read_keys(path)
-    if key_id not in keys:
-        raise InvalidInput(f"there is no key {key_id!r:.100}")
+    keys = _keys_with(path, key_id)
     write_keys(path, {name: key for name, key in keys.items() if name != key_id})
 
 
-# --- headers, addresses, TLS --------------------------------------------------------------------
+# --- headers and addresses -----------------------------------------------------------------------
 
 
 def token_of(header: str | None) -> str | None:
@@ -435,23 +510,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def server_tls(certificate: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """Make the context of a listener; with ``client_ca`` clients must show a certificate too."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidInput(
-            f"TLS: {certificate}, {key}{f' or {client_ca}' if client_ca else ''} can't be used: "
-            f"{error.strerror or error}"
-        ) from None
-    return context
 
 
 # --- web pages ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import importlib
 import logging
 import threading
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -32,14 +32,15 @@ from penstock.server.connections import (
 )
 from penstock.server.incremental import ServerBackups
 from penstock.server.metrics import Metrics, note_backup
-from penstock.server.security import Keys, PageGuard, is_loopback, server_tls
+from penstock.server.security import Keys, PageGuard, is_loopback
+from penstock.server.tls import ServerTls
 
 if TYPE_CHECKING:
     import socket
-    import ssl
     from collections.abc import Callable, Iterator, Mapping
 
     from penstock.clock import Clock
+    from penstock.server.admin import Pages
     from penstock.server.console import Console
     from penstock.server.metrics import Gauge
 
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 _WATCH_SECONDS: Final = 2.0
 # How often a timer tells how late the loop is.
 _LAG_SECONDS: Final = 0.25
+_OPS_CONNECTIONS: Final = 64
+_OPS_GRACE_MS: Final = 1_000
 # The most connections in a second, which decides how soon the descriptors are counted again.
 _CONNECTIONS_PER_SECOND: Final = 20_000
 
@@ -60,12 +63,16 @@ class Server:
         self.config = config
         self.clock = clock or SystemClock()
         self.keys = Keys(Path(config.auth_keys)) if configuring.authenticates(config) else None
-        self.tls = tls_of(config)
+        self.tls = ServerTls(config)
         self.metrics = Metrics(
             queues=config.metrics_queues,
             access_level=logging.INFO if config.log_access else logging.DEBUG,
         )
-        self.connections = Connections(config.limits_connections, turned_away=self.metrics.refused)
+        self.connections = Connections(
+            config.limits_connections,
+            turned_away=self.metrics.refused,
+            failed=self.metrics.refusals.handshake,
+        )
         self.batcher: Batcher
         self.console: Console | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
@@ -110,10 +117,8 @@ class Server:
             note_server(self.config.store, self.location("native"))
         self._warn()
         self._make_room()
-        self._watches = [
-            loop.create_task(self._watch_keys()),
-            loop.create_task(self._watch_loop()),
-        ]
+        watched = (self._watch_keys, self._watch_loop, self._report)
+        self._watches = [loop.create_task(each()) for each in watched]
         if "flight" in self.addresses:
             self._watches.append(loop.create_task(self._watch_flight(self.addresses["flight"][1])))
         self._listening = True
@@ -141,14 +146,27 @@ class Server:
         yield "parked_claims", "Claims that wait for a message.", self.batcher.parked
         about = "Subscriptions of a queue, and claims that wait for its messages."
         yield "queue_consumers", about, self.batcher.consumers(), "queue"
+        about = "When the first certificate of a file expires."
+        yield "certificate_expiry_timestamp_seconds", about, self.tls.expiry, "file"
+        used = {} if self.keys is None else self.keys.former_used
+        about = "When the former secret of a key with two was last used; 0: not yet."
+        yield "key_former_secret_used_timestamp_seconds", about, used, "key"
 
     def _warn(self) -> None:
-        exposed = [name for name, (host, _) in self.addresses.items() if not is_loopback(host)]
+        hosts = {name: host for name, (host, _) in self.addresses.items() if name != "ops"}
+        exposed = [name for name, host in hosts.items() if not is_loopback(host)]
         if exposed and self.keys is None:
             log.warning("%s: anybody who can connect may do anything", ", ".join(exposed))
-        elif exposed and self.tls is None:
+        elif exposed and not self.tls:
             log.warning("%s: without TLS, keys and messages can be read on the way",
                         ", ".join(exposed))  # fmt: skip
+
+    @cached_property
+    def pages(self) -> Pages:
+        """The pages for operators, of whatever listener."""
+        from penstock.server.admin import Pages  # noqa: PLC0415 - only if they are wanted
+
+        return Pages(self)
 
     @property
     def unready(self) -> str | None:
@@ -165,7 +183,7 @@ class Server:
     def location(self, name: str) -> str:
         """Return the URL of a listener, for a client on this machine."""
         host, port = self.addresses[name]
-        scheme = _KINDS[name].scheme if self.tls is None else _KINDS[name].tls_scheme
+        scheme = _KINDS[name].tls_scheme if self.tls else _KINDS[name].scheme
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -173,13 +191,13 @@ class Server:
         """Read keys and certificate again; a file that can't be used changes nothing."""
         if self.keys is not None:
             self.keys.reload()
-        if self.tls is not None:
-            try:
-                # In a context of its own first: one that does not take a pair is spoilt by it.
-                tls_of(self.config)
-                self.tls.load_cert_chain(self.config.tls_certificate, self.config.tls_key)
-            except (InvalidInput, OSError) as error:
-                log.error("the certificate stays as it was: %s", error)  # noqa: TRY400
+        if self.tls.reload():
+            for name, listener in self._listeners.items():
+                listener.tls = self.tls.context(name)
+            if "flight" in self._listeners:
+                log.warning(
+                    "Flight keeps the certificate that it has until the server is restarted"
+                )
 
     async def _watch_keys(self) -> None:
         while self.keys is not None:
@@ -191,6 +209,11 @@ class Server:
             due = loop_seconds() + _LAG_SECONDS
             await asyncio.sleep(_LAG_SECONDS)
             self.metrics.loop_lag.add(max(0.0, loop_seconds() - due))
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            self.metrics.refusals.report()
 
     async def _watch_flight(self, port: int) -> None:
         before = 0
@@ -222,6 +245,8 @@ class Server:
         self.batcher.end_waits()
         for watch in self._watches:
             watch.cancel()
+        # Probes are answered to the end: alive, and not ready.
+        ops = self._listeners.pop("ops", None)
         stops = [listener.stop(grace_ms) for listener in self._listeners.values()]
         for name, outcome in zip(
             self._listeners, await asyncio.gather(*stops, return_exceptions=True), strict=True
@@ -231,6 +256,8 @@ class Server:
         for close in self.closing:
             close()
         await self.batcher.close()
+        if ops is not None:
+            await ops.stop(min(grace_ms, _OPS_GRACE_MS))
 
 
 # --- listeners, one for each protocol -------------------------------------------------------------
@@ -259,6 +286,7 @@ def _http(server: Server, host: str, port: int) -> Listener:
             done_retention_ms=int(config.sqs_done_retention),
         ),
         observer=server.metrics,
+        refusals=server.metrics.refusals,
     )
     server.closing.append(service.close)
     bounds = HttpBounds(
@@ -277,7 +305,7 @@ def _http(server: Server, host: str, port: int) -> Listener:
         service.handle,
         host=host,
         port=port,
-        tls=server.tls,
+        tls=server.tls.context("http"),
         bounds=bounds,
         slots=server.connections,
         guard=PageGuard(host, config.sqs_url) if server.keys is None else None,
@@ -303,10 +331,26 @@ def _console(server: Server, host: str, port: int) -> Listener:
         lambda _: Response(404, b"The console is at /console/.\n"),
         host=host,
         port=port,
-        tls=server.tls,
+        tls=server.tls.context("console"),
         slots=server.connections,
         guard=PageGuard(host, server.config.sqs_url) if server.keys is None else None,
         tree=(console.prefix, console.handle),
+    )
+
+
+def _ops(server: Server, host: str, port: int) -> Listener:
+    from penstock.server import admin  # noqa: PLC0415
+    from penstock.server.http import Http, Response  # noqa: PLC0415
+
+    # With connections of its own: a server that is full of others is alive.
+    slots = Connections(_OPS_CONNECTIONS, turned_away=server.metrics.refused)
+    return Http(
+        admin.ops_routes(server),
+        lambda _: Response(404, b"There are /health, /ready and /metrics.\n"),
+        host=host,
+        port=port,
+        slots=slots,
+        guard=PageGuard(host),
     )
 
 
@@ -317,7 +361,7 @@ class _FlightService(Listener):
         from penstock.flight.listener import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
 
         super().__init__(host, port)
-        files = tls_files(server.config)
+        files = tls_files(server.config, "flight")
         self._listen = partial(
             FlightListener,
             server.broker,
@@ -371,6 +415,7 @@ _KINDS: Final = {
     "http": _Kind(
         _http, ("penstock.server.admin", "penstock.server.sqs"), "server", "http", "https"
     ),
+    "ops": _Kind(_ops, ("penstock.server.admin",), "server", "http", "http"),
     "console": _Kind(_console, ("penstock.server.console",), "server", "http", "https"),
     "flight": _Kind(_FlightService, ("penstock.flight.listener",), "flight", "grpc", "grpc+tls"),
     "capnp": _Kind(_capnp, ("penstock.server.queueber",), "queueber", "capnp", "capnp"),
@@ -383,12 +428,6 @@ def load_protocols(config: Config) -> None:
         with needs_extra(_KINDS[name].extra, f"serving {name}"):
             for module in _KINDS[name].modules:
                 importlib.import_module(module)
-
-
-def tls_of(config: Config) -> ssl.SSLContext | None:
-    """Return the TLS context of the listeners, if there is a certificate."""
-    files = tls_files(config)
-    return None if files is None else server_tls(*files)
 
 
 # --- running it ---------------------------------------------------------------------------------

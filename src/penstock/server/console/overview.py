@@ -12,6 +12,7 @@ from penstock.server.console.figures import COUNTS, totals_of
 from penstock.server.console.shown import NOTHING, duration, moment, number, rate, size, spark
 from penstock.server.console.visits import ANY_KEY, OPEN, SEE_ALL, Route, link, redirect
 from penstock.server.metrics import healthy
+from penstock.server.refusals import id_of
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _health(console: Console, broker: Broker) -> Facts:
             "Version": f"Penstock {console.version}, Python {platform.python_version()}",
             "Up for": duration(up_ms),
             "Keys": keys,
-            "TLS": "off" if server.tls is None else "on",
+            "TLS": "on" if server.tls else "off",
             **{_title(name): server.location(name) for name in server.addresses},
         },
         "Store": {
@@ -262,6 +263,9 @@ async def log_in(console: Console, visit: Visit) -> Response:
     session = await console.sessions.log_in(token)
     asked = form.get("next", "")
     if session is None:
+        why = "the key is not known, or its secret is another"
+        refusals = console.server.metrics.refusals
+        refusals.login("console", visit.request.peer, id_of(token), why)
         return console.render("login.html", visit, status=403, next=asked, failed=True)
     before = console.sessions.of(visit.request)
     if before is not None:

@@ -10,9 +10,11 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from penstock import limits
+from penstock.errors import NotAllowed
 from penstock.server.connections import Listener
 from penstock.server.native.connection import NativeConnection
 from penstock.server.native.requests import MessageSizes
+from penstock.server.refusals import id_of
 from penstock.server.security import ANYONE
 from penstock.wire import native as wire
 
@@ -35,7 +37,7 @@ class NativeListener(Listener):
     connections: set[NativeConnection]
 
     def __init__(self, server: Server, host: str, port: int) -> None:
-        super().__init__(host, port, tls=server.tls, slots=server.connections)
+        super().__init__(host, port, tls=server.tls.context("native"), slots=server.connections)
         self.batcher = server.batcher
         self.clock = server.clock
         self.keys = server.keys
@@ -95,6 +97,12 @@ class NativeListener(Listener):
     def principal_of(self, token: str) -> Principal | None:
         """Return the principal of a token; None if there is none."""
         return ANYONE if self.keys is None else self.keys.by_token(token)
+
+    def refused(self, token: str, address: str) -> NotAllowed:
+        """Note a greeting without a key that is known, and return the error for its client."""
+        why = "the key is not known, or its secret is another" if token else "no key"
+        self.metrics.refusals.login(self.protocol, address, id_of(token), why)
+        return NotAllowed(why if token else "this server wants a key: token='KEY:SECRET'")
 
     def wake_waiting(self) -> None:
         """Let the connections go on that waited for fewer bytes of requests at work."""

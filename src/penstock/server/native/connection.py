@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 # How long the client has to read a farewell before the connection is closed.
 LINGER_SECONDS: Final = 1.0
-WANTS_A_KEY: Final = "this server wants a key: token='KEY:SECRET'"
 
 
 class NativeConnection(asyncio.Protocol):
@@ -223,9 +222,7 @@ class NativeConnection(asyncio.Protocol):
         hello = wire.read_hello(frame)
         principal = self._listener.principal_of(hello.token)
         if principal is None:
-            log.warning("a native client was refused: no such key")
-            text = "the key is not known, or its secret is another" if hello.token else WANTS_A_KEY
-            self._farewell(NotAllowed(text), final=True)
+            self._farewell(self._listener.refused(hello.token, self._slot.address), final=True)
             return
         self._principal, self._token = principal, hello.token
         self._slot.key_id = principal.key_id

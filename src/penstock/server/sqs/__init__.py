@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.server.batcher import Batcher
     from penstock.server.http import Request
+    from penstock.server.refusals import Refusals
     from penstock.server.security import Keys
     from penstock.server.sqs.context import Answer
     from penstock.wire.sqs.protocol import SqsRequest
@@ -129,6 +130,7 @@ class SqsService:
         keys: Keys | None = None,
         options: SqsOptions | None = None,
         observer: Observer | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
         self.batcher = batcher
         self.clock = clock
@@ -144,6 +146,7 @@ class SqsService:
         self.moves: dict[str, queues.MoveTask] = {}
         self._keys = keys
         self._observer = observer
+        self._refusals = refusals
         # Ids of keys that can't check signatures, and that the log has named.
         self._logged: set[str] = set()
         self._requests = 0
@@ -175,7 +178,7 @@ class SqsService:
         operation, outcome = "unknown", "ok"
         principal, asked = _NOBODY, None
         try:
-            principal = ANYONE if self._keys is None else self._principal(request, self._keys)
+            principal = ANYONE if self._keys is None else self._known(request, self._keys)
             request.trust()
             if target is not None:
                 operation = protocol.json_operation(target, OPERATIONS)
@@ -214,11 +217,21 @@ class SqsService:
         text = f"The request was not answered in time, it may or may not have been done.{why}"
         return SqsFault("ServiceUnavailable", text, status=503)
 
-    def _principal(self, request: Request, keys: Keys) -> Principal:
-        claim = signature.parse(request.headers.get("authorization"))
+    def _known(self, request: Request, keys: Keys) -> Principal:
+        """Return whose request this is; one that is refused is noted."""
+        header = request.headers.get("authorization")
+        try:
+            return self._principal(request, keys, signature.parse(header))
+        except SqsFault as fault:
+            if self._refusals is not None:
+                key_id = signature.key_of(header)
+                self._refusals.login("sqs", request.peer, key_id, fault.message)
+            raise
+
+    def _principal(self, request: Request, keys: Keys, claim: signature.Claim) -> Principal:
         key_id = claim.key_id
-        found = keys.secret_of(key_id)
-        if found is None and key_id not in self._logged and keys.keeps_no_secret(key_id):
+        found = keys.secrets_of(key_id)
+        if not found and key_id not in self._logged and keys.keeps_no_secret(key_id):
             # Once: a stranger may name a key as often as it likes.
             self._logged.add(key_id)
             log.warning(
@@ -226,27 +239,30 @@ class SqsService:
                 key_id,
             )
         # An unknown key takes the same steps, so that time does not tell which keys there are.
-        secret, principal = found or ("", _NOBODY)
-        key = _signing_key(secret, claim.date, claim.region, claim.service)
-        try:
-            signature.verify(
-                claim,
-                key,
-                method=request.method,
-                path=request.path,
-                query=request.query,
-                headers=request.headers,
-                body=request.body,
-                now_ms=self.clock.now_ms(),
-                unsigned_body=request.secure,
-            )
-        except SqsFault:
-            if found is not None:
-                raise
-        if found is None:
-            text = "The security token included in the request is invalid."
-            raise SqsFault("UnrecognizedClientException", text, status=403)
-        return principal
+        for secret, principal in found or [("", _NOBODY)]:
+            key = _signing_key(secret, claim.date, claim.region, claim.service)
+            try:
+                signature.verify(
+                    claim,
+                    key,
+                    method=request.method,
+                    path=request.path,
+                    query=request.query,
+                    headers=request.headers,
+                    body=request.body,
+                    now_ms=self.clock.now_ms(),
+                    unsigned_body=request.secure,
+                )
+            except SqsFault:
+                # The last of the secrets decides.
+                if found and principal is found[-1][1]:
+                    raise
+            else:
+                if found:
+                    keys.note_use(principal)
+                    return principal
+        text = "The security token included in the request is invalid."
+        raise SqsFault("UnrecognizedClientException", text, status=403)
 
 
 def _fields(request: Request) -> dict[str, str]:

@@ -26,6 +26,7 @@ _HEADER: Final = re.compile(
     rf"{_ALGORITHM} +Credential=([^/,\s]+)/(\d{{8}})/([^/,\s]+)/([^/,\s]+)/aws4_request,"
     r"\s*SignedHeaders=([a-z0-9\-_;]+),\s*Signature=([0-9a-f]{64})"
 )
+_CREDENTIAL: Final = re.compile(r"Credential=([A-Za-z0-9_.-]{1,64})/")
 _DATE: Final = re.compile(r"\d{8}T\d{6}Z")
 _SLASHES: Final = re.compile(r"/+")
 _UNSIGNED: Final = "UNSIGNED-PAYLOAD"
@@ -59,6 +60,12 @@ def parse(authorization: str | None) -> Claim:
         )
     key_id, date, region, service, signed, signature = match.groups()
     return Claim(key_id, date, region, service, tuple(signed.split(";")), signature)
+
+
+def key_of(authorization: str | None) -> str:
+    """Return the id that an Authorization header names, however wrong the rest is."""
+    found = _CREDENTIAL.search((authorization or "")[:4_096])
+    return "" if found is None else found[1]
 
 
 def signing_key(secret: str, date: str, region: str, service: str) -> bytes:
