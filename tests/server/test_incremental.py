@@ -267,7 +267,9 @@ def test_a_server_makes_them_in_its_directory(serve: Callable[..., Any], tmp_pat
         assert bool(noted[0]) == bool(least)
 
 
-def test_a_kill_leaves_no_half_backup(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_kill_leaves_no_half_backup(
+    serve: Callable[..., Any], tmp_path: Path, wait_until: Any
+) -> None:
     url = f"rocksdb:{tmp_path}/db"
     with penstock.open(url, durability="relaxed") as broker:
         broker.create_queue("q")
@@ -278,8 +280,7 @@ def test_a_kill_leaves_no_half_backup(serve: Callable[..., Any], tmp_path: Path)
     address = f"penstock://127.0.0.1:{server.ports['native']}"
     asking = threading.Thread(target=lambda: cli("backup", "create", "--url", address))
     asking.start()
-    while not list(place.glob("files/*")):
-        threading.Event().wait(0.001)
+    wait_until(lambda: list(place.glob("files/*")))
     server.kill()
     asking.join(60)
     for each in run("backup", "list", place):

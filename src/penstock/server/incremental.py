@@ -59,6 +59,9 @@ FORMAT: Final = 1
 # A RocksDB checkpoint shares files with the store, so it is made inside of the store's directory.
 _CHECKPOINT: Final = "PENSTOCK-BACKUP"
 _MOST_MS: Final = {"create": MAX_BACKUP_MS, "prune": MAX_PRUNE_MS}
+_ROWS: Final = "compacted/"
+# An owner of a store on object storage may remove objects of its log before they are copied.
+_ATTEMPTS: Final = 5
 # What is held in memory of a file on its way.
 _SPOOL_BYTES: Final = 16 << 20
 
@@ -193,6 +196,10 @@ def create(place: Place, url: str, name: str = "", broker: Broker | None = None)
     return Made(backup, copier.new_bytes)
 
 
+class _ObjectGoneError(StorageFailed):
+    """An owner has written an object's rows to a file of rows, and removed the object."""
+
+
 class _Copier:
     """Copies files of a store to a place, those that are not there yet."""
 
@@ -204,15 +211,27 @@ class _Copier:
         self.new_bytes = 0
 
     def objects(self, url: str, name: str, earlier: list[Backup]) -> Backup:
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(_ObjectGoneError):
+                return self._objects(url, name, earlier)
+        return self._objects(url, name, earlier)
+
+    def _objects(self, url: str, name: str, earlier: list[Backup]) -> Backup:
         with held_objects(url) as held:
             known = self._known(earlier, held.store_id)
-            files = []
-            for path in held.names:
+            copied: dict[str, BackupFile] = {}
+            # Objects of the log first: they are not held.
+            for path in sorted(held.names, key=lambda path: path.startswith(_ROWS)):
                 # Files of rows have names of their own for ever; numbers of the log may come again
                 # in a store that was restored.
-                same = known.get((path, 0)) if path.startswith("compacted/") else None
-                pieces = held.place.read(path)
-                files.append(same if same is not None else self._copy(path, pieces))
+                same = known.get((path, 0)) if path.startswith(_ROWS) else None
+                try:
+                    copied[path] = same or self._copy(path, held.place.read(path))
+                except StorageFailed as error:
+                    if isinstance(error.__cause__, FileNotFoundError):
+                        raise _ObjectGoneError(str(error)) from error
+                    raise
+            files = [copied[path] for path in held.names]
             return Backup(name, self._began_ms, "slatedb", held.store_id, files)
 
     def checkpoint(
@@ -340,7 +359,8 @@ def _fetch(place: Place, backup: Backup, folder: Path) -> int:
         if digest.hexdigest() != each.sha256:
             raise StorageFailed(
                 f"the backup {backup.name} is damaged: {place}/files/{each.sha256}, its file "
-                f"{each.path}, has other bytes than were written. Use another backup"
+                f"{each.path}, has other bytes than were written. Use another backup; and remove "
+                "that file, so that the next backup writes it again"
             )
     if backup.engine == "rocksdb":
         return sum(verify(folder).checked.values())

@@ -1,7 +1,8 @@
 """The objects of a database at one moment, held for as long as somebody copies them.
 
 Nobody has to own the database, and its owner is not disturbed: a checkpoint in the manifest keeps
-the files of rows and the objects of the log that the copy needs.
+the files of rows that the copy needs. Objects of the log that came after that manifest are not
+kept: once an owner has written their rows to a file of rows, it removes them within minutes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def place_of(location: SlateLocation) -> Place:
 @contextlib.contextmanager
 def held_objects(location: SlateLocation) -> Iterator[list[str]]:
     """Hold the database as it is now; give the names of its objects, the manifest last.
+
+    Objects of the log may be gone nevertheless: then another moment has to be held.
 
     Copied in this order, a copy that is broken off is known to be damaged: the list of compactions
     is there first, and the manifest is missing.
