@@ -164,7 +164,9 @@ def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
 
 def test_every_alert_says_what_to_do() -> None:
     (group,) = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]
+    runbook = (DEPLOY.parent / "docs" / "runbook.md").read_text()
     for rule in group["rules"]:
         assert rule["labels"]["severity"] in {"page", "ticket"}
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
+        assert f"\n## {rule['alert']}\n" in runbook, f"the runbook says nothing of {rule['alert']}"

@@ -61,6 +61,7 @@ def test_the_file_is_named_by_the_environment_too(file: Path, tmp_path: Path) ->
 def test_every_setting_can_be_set_in_every_way(tmp_path: Path) -> None:
     examples: dict[Any, Any] = {"grace": "7s", "dedup_window": "8s", "account_id": "123456789012"}
     examples |= {
+        "drain_delay": "4s",
         "min_free_bytes": "5MB",
         "sqs_region": "eu-west-1",
         "standby_after": "9s",
