@@ -37,7 +37,7 @@ _ALERTS: Final = {
     "CERTIFICATE_EXPIRED": "says that the client certificate has expired",
     "BAD_CERTIFICATE": "does not accept the client certificate",
 }
-GIVE_CERTIFICATE: Final = (
+_GIVE_ONE: Final = (
     "give one by cert=FILE and key=FILE in the URL, or PENSTOCK_CERT and PENSTOCK_KEY"
 )
 # X509 codes: expired; not valid yet; for another name; for another address.
@@ -148,6 +148,14 @@ def _files(query: str, shown: str) -> TlsFiles:
     return TlsFiles(**options)
 
 
+def closed_after_handshake(where: str) -> str:
+    """Describe a server that said nothing when the client had finished the handshake."""
+    return (
+        f"{where} closed the connection after the TLS handshake: it wants a client certificate, or "
+        f"does not accept this one ({_GIVE_ONE}); its log says which"
+    )
+
+
 def tls_failure(where: str, error: ssl.SSLError, plain: str = "penstock") -> str:
     """Describe why there is no TLS with a server, and what to try, as far as the error tells."""
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -169,7 +177,7 @@ def tls_failure(where: str, error: ssl.SSLError, plain: str = "penstock") -> str
         return f"{where} does not speak TLS: connect to {plain}://{where} ({error})"
     for name, said in _ALERTS.items():
         if name in (error.reason or ""):
-            return f"{where} {said}: {GIVE_CERTIFICATE}"
+            return f"{where} {said}: {_GIVE_ONE}"
     return f"no TLS with {where}: {error}"
 
 

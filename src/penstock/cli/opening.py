@@ -119,6 +119,8 @@ def tls_options(command: Command) -> Command:
             f"--{name}",
             metavar="FILE",
             expose_value=False,
+            # Before the URL, whose callback may need them.
+            is_eager=True,
             callback=_note_file,
             help=f"{text}, PEM.  [env: PENSTOCK_{name.upper()}]",
         )(command)

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from penstock.addresses import (
-    GIVE_CERTIFICATE,
     Address,
+    closed_after_handshake,
     environment_files,
     parse_servers,
     tls_failure,
@@ -376,10 +376,7 @@ class Transport(asyncio.Protocol):
         # With TLS 1.3 a server looks at the client's certificate when TLS is agreed on for the
         # client; few servers tell why they end it then.
         self._silent_ends += 1
-        text = (
-            f"{self._where} closed the connection when TLS was agreed on, which servers do that "
-            f"want another client certificate, or one at all: {GIVE_CERTIFICATE}; its log says why"
-        )
+        text = closed_after_handshake(self._where)
         if not self._ready.done() and self._silent_ends >= _SILENT_ENDS:
             self._refuse(ServerUnreachable(text))
         return text

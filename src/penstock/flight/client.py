@@ -299,8 +299,9 @@ class FlightStore(Actions):
     def _again(self, call: Callable[[fl.FlightClient], _T], *, again: bool = True) -> _T:
         """Make a call; one that may be repeated, until a server answers or patience is over."""
         started_ms, waits = _clock.now_ms(), iter(BACKOFF_MS if again else ())
-        addresses, tries = self.location.addresses, 0
+        addresses, tries, hopeless = self.location.addresses, 0, 0
         failures: dict[Address, ServerUnreachable] = {}
+        troubles: dict[Address, str] = {}
         while True:
             address, sent = addresses[turns.get(self.location, 0) % len(addresses)], False
             try:
@@ -313,7 +314,12 @@ class FlightStore(Actions):
             # The next try connects anew; of several addresses, to the next.
             self._leave(address)
             tries += 1
-            if sent and not again:
+            if address not in troubles:
+                troubles[address], certain = tls_trouble(self.location, address)
+                hopeless += certain
+            if troubles[address]:
+                failures[address] = ServerUnreachable(troubles[address])
+            if (sent and not again) or hopeless == len(addresses):
                 raise self._unreachable(failures)
             if tries % len(addresses):
                 continue
@@ -336,13 +342,7 @@ class FlightStore(Actions):
 
     def _unreachable(self, failures: dict[Address, ServerUnreachable]) -> ServerUnreachable:
         """Say of every address that was tried why there is no answer."""
-        secure = self.location.startswith("grpc+tls:")
-        return ServerUnreachable(
-            "; ".join(
-                (secure and tls_trouble(address, self.location.access)) or str(error)
-                for address, error in failures.items()
-            )
-        )
+        return ServerUnreachable("; ".join(map(str, failures.values())))
 
     def _connected(self, address: Address) -> fl.FlightClient:
         """Return this process's connection to a server."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from penstock.addresses import (
-    GIVE_CERTIFICATE,
     Address,
     TlsFiles,
+    closed_after_handshake,
     environment_files,
+    load_pair,
     parse_servers,
     read_pem,
     tls_failure,
@@ -88,22 +90,33 @@ def locate(
     return Location(text, (token or has[0], roots or has[1], chain or has[2], private or has[3]))
 
 
-def tls_trouble(address: Address, access: tuple[str, str, str, str]) -> str:
-    """Return why there is no TLS with a server, which gRPC tells in many words; "": there is."""
-    _, ca, certificate, _ = access
-    context = TlsFiles(ca).context()
+def tls_trouble(location: Location, address: Address) -> tuple[str, bool]:
+    """Return what is wrong with TLS between client and server, and whether that is certain.
+
+    An empty text: a handshake shows nothing. gRPC tells it in many words, or not at all.
+    """
+    _, ca, certificate, key = location.access
+    secure = location.startswith(f"{_SCHEMES[-1]}:")
+    context = TlsFiles(ca).context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if not secure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    elif certificate:
+        # Python reads a pair from files only.
+        with NamedTemporaryFile("w", prefix="penstock-") as file:
+            file.write(f"{certificate}\n{key}")
+            file.flush()
+            load_pair(context, file.name, file.name)
     try:
         with (
             socket.create_connection(address, TURN_SECONDS) as plain,
-            context.wrap_socket(plain, server_hostname=address.host) as secure,
+            context.wrap_socket(plain, server_hostname=address.host) as wrapped,
         ):
-            secure.settimeout(TURN_SECONDS)
-            # Settings of HTTP/2, or the alert of a server that wants a certificate.
-            said = secure.recv(1)
+            if not secure:
+                return f"{address} speaks TLS: connect to {_SCHEMES[-1]}://{address}", True
+            # With TLS 1.3 a server refuses a certificate when the handshake is over for the client.
+            ended = not wrapped.recv(1)
     except ssl.SSLError as error:
-        return tls_failure(str(address), error, "grpc")
+        return (tls_failure(str(address), error, _SCHEMES[0]), True) if secure else ("", False)
     except OSError:
-        return ""
-    if said or certificate:
-        return ""
-    return f"{address} wants a client certificate: {GIVE_CERTIFICATE}"
+        return "", False
+    return (closed_after_handshake(str(address)) if ended else ""), False

@@ -72,8 +72,9 @@ class Refusals:
 
     def _note(self, message: str, **fields: str) -> None:
         self.report()
+        fields = {name: value for name, value in fields.items() if value}
         # A client has another port each time.
-        host = fields["address"].rpartition(":")[0]
+        host = fields.get("address", "").rpartition(":")[0]
         key = (message, *({**fields, "address": host}).values())
         with self._lock:
             if not self._lines:

@@ -110,7 +110,7 @@ def handshake_reason(error: OSError) -> str | None:
         return None
     if isinstance(error, ssl.SSLError):
         known = (text for name, text in _REASONS.items() if name in (error.reason or ""))
-        return next(known, str(error))
+        return next(known, f"OpenSSL says {error.reason or error}")
     if isinstance(error, TimeoutError) or "taking longer" in str(error):
         return "the client did not finish it in time"
     return None
