@@ -21,6 +21,7 @@ from click.testing import CliRunner
 import penstock
 from penstock.cli.main import cli
 from penstock.server import running
+from penstock.worker.stats import serve_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,15 +122,25 @@ def show_config(variables: dict[str, str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Return the names of all series that a server on RocksDB exports."""
-    store = f"rocksdb:{tmp_path_factory.mktemp('deploy') / 'data'}"
-    with penstock.open(store) as broker, running(broker, http="127.0.0.1:0") as server:
+    """Return the names of all series that a server on RocksDB and a worker export."""
+    place = tmp_path_factory.mktemp("deploy")
+    settings: dict[str, Any] = {"http": "127.0.0.1:0", "backup_directory": place / "backups"}
+    with (
+        penstock.open(f"rocksdb:{place / 'data'}") as broker,
+        running(broker, **settings) as server,
+    ):
         broker.create_queue("orders")
         broker.send("orders", b"1")
         with urllib.request.urlopen(server.location("http") + "/health"):
             pass
         with urllib.request.urlopen(server.location("http") + "/metrics") as page:
             text = page.read().decode()
+    worker = penstock.Worker("memory:", "orders", "tests.work.handlers:nothing")
+    with (
+        serve_metrics(worker.stats, "127.0.0.1", 0) as port,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page,
+    ):
+        text += page.read().decode()
     families = re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE)
     names = {name for name, kind in families if kind != "histogram"}
     for name, kind in families:

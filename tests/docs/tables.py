@@ -14,11 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import yaml
+
+import penstock
 from penstock.cli import main as cli
 from penstock.server import running
 from penstock.server.config import SECTIONS, SETTINGS, LoadedConfig, load
 from penstock.server.metrics import CONTENTION
 from penstock.server.sqs import OPERATIONS
+from penstock.worker.stats import WorkerCollector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.server.config import Setting
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
+_METRIC_COLUMNS: Final = ("metric", "type", "labels", "counts", "alerts")
 _MARKED: Final = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -72,24 +77,50 @@ def _setting(setting: Setting, defaults: LoadedConfig) -> tuple[str, ...]:
 
 def metrics() -> str:
     """Write every metric: those of a server on RocksDB, and those of a SQL database."""
-    with (
-        tempfile.TemporaryDirectory() as place,
-        running(f"rocksdb:{place}/store", native="127.0.0.1:0") as server,
-    ):
-        server.metrics.read_store()
-        families = list(server.metrics.collect())
+    with tempfile.TemporaryDirectory() as place:
+        settings: dict[str, Any] = {"native": "127.0.0.1:0", "backup_directory": place}
+        with running(f"rocksdb:{place}/store", **settings) as server:
+            server.metrics.read_store()
+            families = list(server.metrics.registry.collect())
     rows = sorted(map(_metric, families), key=lambda row: (row[2] != "", row[0]))
     rows += [
-        (f"`penstock_{name}_total`", "counter", "", f"{about} On a SQL database only.")
+        (f"`penstock_{name}_total`", "counter", "", f"{about} On a SQL database only.", "")
         for name, about in CONTENTION.values()
     ]
-    return _table(("metric", "type", "labels", "counts"), rows)
+    return _table(_METRIC_COLUMNS, rows)
+
+
+def worker_metrics() -> str:
+    """Write every metric of a worker."""
+    worker = penstock.Worker("memory:", "orders", print)
+    return _table(_METRIC_COLUMNS, sorted(map(_metric, WorkerCollector(worker.stats).collect())))
 
 
 def _metric(family: Metric) -> tuple[str, ...]:
     name = f"{family.name}_total" if family.type == "counter" else family.name
     labels = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]
-    return f"`{name}`", family.type, labels, family.documentation
+    named = re.compile(rf"\b{name}(_bucket|_count|_sum)?\b")
+    watching = [f"`{rule['alert']}`" for rule in _rules() if named.search(rule["expr"])]
+    return f"`{name}`", family.type, labels, family.documentation, ", ".join(watching)
+
+
+def alerts() -> str:
+    """Write the alert rules of ``deploy/``."""
+    rows = []
+    for rule in _rules():
+        expression = " ".join(rule["expr"].split()).replace("|", "\\|")
+        lasts = f" for {rule['for']}" if "for" in rule else ""
+        about = rule["annotations"]["description"]
+        row = (f"`{rule['alert']}`", rule["labels"]["severity"], f"`{expression}`{lasts}", about)
+        rows.append(row)
+    return _table(("alert", "severity", "fires if", "what to look at"), rows)
+
+
+def _rules() -> list[dict[str, Any]]:
+    """Read the alert rules."""
+    (group,) = yaml.safe_load((DOCS.parent / "deploy/prometheus/alerts.yaml").read_text())["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
 
 
 def sqs_operations() -> str:
@@ -119,6 +150,8 @@ TABLES: Final = {
     "commands": commands,
     "settings": settings,
     "metrics": metrics,
+    "worker_metrics": worker_metrics,
+    "alerts": alerts,
     "sqs_operations": sqs_operations,
 }
 

@@ -311,7 +311,7 @@ def serve_metrics(stats: Callable[[], WorkerStats], host: str, port: int) -> Ite
         )
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(stats))
+    registry.register(WorkerCollector(stats))
     ProcessCollector(registry=registry)
     server, thread = start_http_server(port, addr=host, registry=registry)
     try:
@@ -322,13 +322,14 @@ def serve_metrics(stats: Callable[[], WorkerStats], host: str, port: int) -> Ite
         thread.join()
 
 
-class _Collector:
+class WorkerCollector:
     """Gives prometheus-client the series of a worker."""
 
     def __init__(self, stats: Callable[[], WorkerStats]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
+        """Give every series."""
         from prometheus_client import core  # noqa: PLC0415 - an extra
 
         stats = self._stats()
