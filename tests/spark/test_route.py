@@ -534,3 +534,47 @@ def test_a_store_that_routes_inline_is_refused(
     assert (now.routing, now.behind, now.lag) == ("inline", 0, {0: 0})
     assert now.cursors == {0: now.end} == {0: world.broker.log_stats().end}
     assert now.routed_up_to == now.end
+
+
+def test_a_store_that_is_switched_under_the_running_query(
+    spark: SparkSession, world: Any, tmp_path: Path
+) -> None:
+    world.make_queues()
+    world.publish(500)
+    first = start(spark, world, tmp_path / "ckpt")
+    wait_for(lambda: routed(world))
+    world.publish(300)
+    world.broker.configure_log(routing="inline")
+    world.publish(200)
+    with pytest.raises(StreamingQueryException, match="routes inline"):
+        first.awaitTermination(SECONDS)
+    assert world.content() == world.naive()
+    world.broker.configure_log(routing="pipeline")
+    world.publish(400)
+    # Its checkpoint is behind the cursors, which a switch has moved.
+    run(spark, world, tmp_path / "ckpt")
+    assert world.content() == world.naive()
+    assert routed(world)
+
+
+def test_a_store_that_is_switched_away_and_back_between_stage_and_commit(
+    spark: SparkSession, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.make_queues()
+    world.publish(500)
+    assign = world.broker.assign
+
+    def switched_before(*given: Any, **settings: Any) -> Any:
+        monkeypatch.undo()
+        world.broker.configure_log(routing="inline")
+        world.broker.configure_log(routing="pipeline")
+        return assign(*given, **settings)
+
+    monkeypatch.setattr(world.broker, "assign", switched_before)
+    query = start(spark, world, tmp_path / "ckpt", trigger=AVAILABLE_NOW)
+    with pytest.raises(StreamingQueryException, match="another pipeline has taken over"):
+        query.awaitTermination(SECONDS)
+    assert world.content() == world.naive()
+    world.publish(500)
+    run(spark, world, tmp_path / "ckpt")
+    assert world.content() == world.naive()

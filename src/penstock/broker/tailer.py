@@ -102,9 +102,9 @@ def _check_alone(stats: LogStats, epoch: int | None) -> None:
     check_pipeline(stats.routing)
     if epoch not in {None, stats.epoch}:
         raise InvalidInput(
-            f"another tailer or pipeline has taken over: it took epoch {stats.epoch}, this one has "
-            f"{epoch}. Only the one that was started last routes; everything that this one had "
-            "routed stays as it is"
+            "another tailer or pipeline has taken over, or the routing was switched meanwhile: the "
+            f"epoch is {stats.epoch}, this one has {epoch}. Only the one that was started last "
+            "routes; everything that this one had routed stays as it is"
         )
 
 

@@ -175,8 +175,9 @@ def route_stream(
 def fenced(mine: int | None, now: int) -> InvalidInput:
     """Return the error of a pipeline that another one has taken the place of."""
     return InvalidInput(
-        f"another pipeline has taken over: it took epoch {now}, this one has {mine}. Only the one "
-        "that was started last routes; everything that this one had routed stays as it is"
+        "another pipeline has taken over, or the routing was switched meanwhile: the epoch is "
+        f"{now}, this one has {mine}. Only the one that was started last routes; everything that "
+        "this one had routed stays as it is"
     )
 
 
