@@ -19,6 +19,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import Broker, InvalidInput, Message, Tailer
+from penstock.broker.tailer import match_page
 from penstock.cli.main import cli
 from penstock.server import running
 from penstock.testing.checking import assert_clean
@@ -79,6 +80,24 @@ def test_a_tailer_follows_the_log() -> None:
         assert held(broker, "all") == ids
         assert seen[0].routed_up_to <= seen[-1].routed_up_to == seen[-1].end
         assert_clean(broker)
+
+
+def test_a_log_that_waits_for_another_is_routed_at_once() -> None:
+    with piped(logs=2, background=False) as broker:
+        by_log: dict[int, str] = {}
+        for name in "abcdefgh":
+            broker.publish([Message(b"", group=name)])
+            (log,) = (log for log in (0, 1) if broker.read_log(log).records)
+            by_log[log] = name
+            penstock.route_once(broker)
+        broker.publish([Message(b"", group=by_log[0])])
+        page = broker.read_log(0)
+        broker.assign(0, page.cursor, match_page(page))
+        # Log 1 has no message up to the change, and its cursor is behind all the same.
+        broker.configure_log(logs=4)
+        ids = [broker.publish([Message(b"", group=name)])[0] for name in "abcdefgh"]
+        assert penstock.route_once(broker) == len(ids)
+        assert held(broker, "all")[-len(ids) :] == ids
 
 
 def test_a_claim_waits_for_a_tailer() -> None:

@@ -75,17 +75,25 @@ class _Router:
 
         Messages that came in after ``stats`` are for the next call, or this one might never end.
         """
-        read = 0
-        for number, cursor in stats.cursors.items():
-            routed = 0
-            while cursor < stats.end and routed < limit:
-                page = self._broker.read_log(number, limit=limit - routed)
-                if page.cursor.begin >= min(stats.end, page.cursor.end):
-                    break
-                self._assign(page, epoch)
-                routed += len(page.records)
-            read += routed
-        return read
+        left = dict.fromkeys(stats.cursors, limit)
+        logs = [number for number, cursor in stats.cursors.items() if cursor < stats.end]
+        moved = True
+        while logs and moved:
+            moved, held_up = False, []
+            for number in logs:
+                while left[number] > 0:
+                    page = self._broker.read_log(number, limit=left[number])
+                    if page.cursor.begin >= stats.end:
+                        break
+                    if page.cursor.begin >= page.cursor.end:
+                        # The number of logs changes here: the others are to come so far first.
+                        held_up.append(number)
+                        break
+                    self._assign(page, epoch)
+                    moved = True
+                    left[number] -= len(page.records)
+            logs = held_up
+        return sum(limit - each for each in left.values())
 
     def _assign(self, page: LogPage, epoch: int | None) -> None:
         if page.filters != self._matched_by:
