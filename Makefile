@@ -14,7 +14,7 @@ WORKERS ?= $(shell expr 2 \* $$(nproc))
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-embedded test test-spark test-others check pythons lint types format soak fuzz clients \
-  java browser docs wheel clean bench bench-embedded bench-depth bench-disk bench-mixed bench-fairness bench-routing bench-pipeline \
+  java browser pgbouncer docs wheel clean bench bench-embedded bench-depth bench-disk bench-mixed bench-fairness bench-routing bench-pipeline \
   bench-server bench-server_sqs bench-engines bench-worker bench-cluster bench-retention
 
 demo: $(STAMP) java     ## publish, Spark pipeline, workers, report; KEEP=1 leaves the console open
@@ -29,7 +29,7 @@ test: $(STAMP)          ## the whole test suite, with lint and types
 	$(MAKE) --no-print-directory test-others
 	$(MAKE) --no-print-directory test-spark
 
-test-others: $(STAMP) clients browser ## the tests without Spark
+test-others: $(STAMP) clients browser pgbouncer ## the tests without Spark
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
 
 test-spark: $(STAMP) java ## the tests with Spark, in two sessions
@@ -130,6 +130,16 @@ browser:
 	  else \
 	    echo "no Chromium: the tests of the console are skipped, or fail on CI; on Debian:" \
 	      "apt-get install chromium chromium-driver"; \
+	  fi; }
+
+# Stores on SQL are tested behind a real pooler. Root on Debian gets it installed; others are told.
+pgbouncer:
+	@command -v pgbouncer >/dev/null || [ -x /usr/sbin/pgbouncer ] || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -q && apt-get install -q -y --no-install-recommends pgbouncer; \
+	  else \
+	    echo "no PgBouncer: the tests of poolers are skipped, or fail on CI; on Debian:" \
+	      "apt-get install pgbouncer"; \
 	  fi; }
 
 clean:

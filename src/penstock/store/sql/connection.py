@@ -234,6 +234,8 @@ class Connection:
                 self._conninfo, autocommit=True, connect_timeout=wait_s
             )
             made.silence = self.silence
+            if self._prepare and self._dialect == "postgresql":
+                self._refuse_shared_sessions(made)
             self._configure(made)
         except PenstockError:
             if made is not None:
@@ -248,6 +250,30 @@ class Connection:
             raise translated(error) from error
         self._made, self._plans_ms = made, self._clock()
         return made
+
+    def _refuse_shared_sessions(self, connection: psycopg.Connection[Row]) -> None:
+        """Refuse a pooler that hands each transaction to another session, as PgBouncer may do.
+
+        Before anything is set: sessions of such a pooler are other clients' as well.
+        """
+        session = _session_of(connection)
+        if session == connection.info.backend_pid:
+            return
+        # There is a pooler. Does another of its clients, while in a transaction, get the session of
+        # this one, or this one another?
+        try:
+            with _PatientConnection.connect(self._conninfo) as other:
+                other.silence = self.silence
+                shared = _session_of(other) == session or _session_of(connection) != session
+        except psycopg.Error:
+            # It has no session for another client.
+            return
+        if shared:
+            raise InvalidUrl(
+                "between Penstock and the database is a pooler that hands each transaction to "
+                "another session (PgBouncer: pool_mode = transaction): add ?prepare=off to the "
+                "URL, or let it keep sessions (pool_mode = session)"
+            )
 
     def _configure(self, connection: psycopg.Connection[Row]) -> None:
         # One type for all numbers: a statement is prepared once, not for each width of them.
@@ -389,6 +415,13 @@ class Connection:
         self._plans_ms = now_ms
         self.statements += 1
         self.execute_or_close(sql.SQL("DISCARD PLANS"))
+
+
+def _session_of(connection: psycopg.Connection[Row]) -> int:
+    """Return the number of the session that does a statement."""
+    row = connection.execute("SELECT pg_backend_pid()").fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 def _conninfo(conninfo: str) -> str:

@@ -779,7 +779,7 @@ ORDER BY i.queue, i.message_id;
 -- Whether an item is held under the lease that a receipt of it names. Not a join, which the planner
 -- may begin with the items: arrays leave it no other index than the primary key.
 i.queue = ANY (:queues::bigint[]) AND i.message_id = ANY (:message_ids::bigint[])
-AND coalesce(i.lease_id, '') || int8send(i.message_id) = ANY (:receipts::bytea[])
+AND coalesce(i.lease_id, '') || convert_to(i.message_id::text, 'UTF8') = ANY (:receipts::bytea[])
 
 -- part: acked_items
 -- The items of receipts that are in time leave the live ones.
@@ -930,7 +930,8 @@ WITH over AS MATERIALIZED (
     SELECT i.*, q.unclaimed_retention_ms,
            :unseen::bigint = 0 AND {exhausted} AS fails,
            CASE WHEN :unseen::bigint = 1 THEN i.visible_at_ms
-                ELSE :now_ms + d.full_ms - floor(d.random * (d.full_ms / 2.0::double precision))::bigint END AS until_ms
+                ELSE :now_ms + d.full_ms
+                     - floor(d.random * (d.full_ms / 2.0::double precision))::bigint END AS until_ms
     FROM items i
     JOIN queues q ON q.number = i.queue
     CROSS JOIN LATERAL (
@@ -1444,8 +1445,8 @@ UPDATE pointer_index SET vesting_ms = least(vesting_ms, :now_ms), empty_since_ms
 
 -- name: wrong_refs
 -- Messages whose references do not match the queues that hold them.
-SELECT int8send(m.message_id), concat('message ', m.message_id, ': ', m.refs, ', held by ',
-                                      coalesce(h.number, 0))
+SELECT convert_to(m.message_id::text, 'UTF8'),
+       concat('message ', m.message_id, ': ', m.refs, ', held by ', coalesce(h.number, 0))
 FROM messages m
 LEFT JOIN {holders} AS h ON h.message_id = m.message_id
 WHERE m.refs <> coalesce(h.number, 0);
@@ -1461,7 +1462,7 @@ WHERE m.message_id = h.message_id AND m.refs <> h.number;
 
 -- name: messages_missing
 -- Messages that a queue holds and that are not there.
-SELECT int8send(e.message_id), concat('queue ', e.queue, ', message ', e.message_id)
+SELECT convert_to(e.message_id::text, 'UTF8'), concat('queue ', e.queue, ', message ', e.message_id)
 FROM {held_messages} AS e
 WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
 
@@ -1476,7 +1477,7 @@ WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
 
 -- name: items_twice
 -- Messages that a queue has more than once.
-SELECT int8send(message_id), concat('queue ', queue, ', message ', message_id)
+SELECT convert_to(message_id::text, 'UTF8'), concat('queue ', queue, ', message ', message_id)
 FROM {held_messages} AS e
 GROUP BY queue, message_id HAVING count(*) > 1;
 
@@ -1492,7 +1493,7 @@ WHERE failed AND EXISTS (SELECT 1 FROM ended d WHERE d.queue = f.queue
 
 -- name: rows_of_no_queue
 -- Rows that belong to no queue.
-SELECT int4send(queue), concat('queue ', queue, ' in ', place)
+SELECT convert_to(queue::text, 'UTF8'), concat('queue ', queue, ' in ', place)
 FROM (SELECT DISTINCT queue, 'items' AS place FROM items
       UNION ALL SELECT DISTINCT queue, 'ended' FROM ended
       UNION ALL SELECT DISTINCT queue, 'attempts' FROM attempts
@@ -1511,7 +1512,8 @@ DELETE FROM queue_counts WHERE queue NOT IN (SELECT number FROM queues);
 
 -- name: attempts_orphaned
 -- Attempts at messages that the queue does not have.
-SELECT DISTINCT int8send(a.message_id), concat('queue ', a.queue, ', message ', a.message_id)
+SELECT DISTINCT convert_to(a.message_id::text, 'UTF8'),
+       concat('queue ', a.queue, ', message ', a.message_id)
 {orphaned_attempts};
 
 -- name: mend_attempts_orphaned
@@ -1525,7 +1527,7 @@ WHERE refs <= 0 AND NOT EXISTS (SELECT 1 FROM log l WHERE l.message_id = m.messa
 
 -- name: messages_garbage
 -- Find them.
-SELECT int8send(message_id), concat('message ', message_id) {garbage};
+SELECT convert_to(message_id::text, 'UTF8'), concat('message ', message_id) {garbage};
 
 -- name: mend_messages_garbage
 -- Remove them.
@@ -1540,7 +1542,7 @@ DELETE {garbage};
 
 -- name: log_beyond_end
 -- Ids that were used, and would be given out again.
-SELECT int8send(u.next_id), concat('offset ', u.next_id - 1)
+SELECT convert_to(u.next_id::text, 'UTF8'), concat('offset ', u.next_id - 1)
 FROM {used_ids} AS u WHERE u.next_id > {next_id};
 
 -- name: mend_log_beyond_end
@@ -1551,7 +1553,7 @@ FROM {used_ids} AS u WHERE u.next_id > {next_id};
 -- name: items_marked_wrong
 -- Items that are leased and delayed, of a lane that their queue has not, or tried less often than
 -- they were forgiven.
-SELECT int8send(i.message_id), concat('queue ', i.queue, ', message ', i.message_id)
+SELECT convert_to(i.message_id::text, 'UTF8'), concat('queue ', i.queue, ', message ', i.message_id)
 FROM items i JOIN queues q ON q.number = i.queue
 WHERE (i.lease_id IS NOT NULL AND (i.delayed OR i.expires_at_ms IS NOT NULL))
    OR (i.rank < 0) <> q.fifo OR i.forgiven > i.attempts OR i.attempts < 0;

@@ -366,5 +366,5 @@ def _columns(keys: Sequence[_Key]) -> dict[str, list[Any]]:
     return {
         "queues": list({number for number, _, _ in keys}),
         "message_ids": list({message_id for _, message_id, _ in keys}),
-        "receipts": [lease + message_id.to_bytes(8, "big") for _, message_id, lease in set(keys)],
+        "receipts": [lease + b"%d" % message_id for _, message_id, lease in set(keys)],
     }
