@@ -159,6 +159,8 @@ SQS_MAX_ANSWER_MS: Final = 20_000
 # A frame holds one whole request; answers that are longer come in parts.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 MAX_HELLO_BYTES: Final = 8 * 1024
+# Of a frame that holds neither payloads nor ids: values that are read take a multiple of its bytes.
+MAX_PLAIN_FRAME_BYTES: Final = 1024 * 1024
 MAX_ANSWER_PART_BYTES: Final = 1024 * 1024
 # One connection: requests and bytes at work before it is read no further, and claims that wait.
 MAX_REQUESTS_AT_WORK: Final = 1_024

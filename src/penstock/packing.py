@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
     from penstock.model import Value
 
-# Envelopes that are remembered, and the most bytes of each: a few megabytes in all.
+# Envelopes that are remembered, and the most bytes and attributes of each, whose objects take far
+# more memory than their bytes: some 30 MB at most.
 MAX_REMEMBERED: Final = 4_096
-REMEMBERED_BYTES: Final = 1_024
+REMEMBERED_BYTES: Final = 512
+REMEMBERED_ATTRIBUTES: Final = 32
 # No part of an envelope of so many bytes can be beyond a bound of its own.
 _SURE_BYTES: Final = min(limits.MAX_GROUP_BYTES, limits.MAX_ATTRIBUTE_NAME_BYTES)
 
@@ -104,7 +106,10 @@ _remembered: Final[dict[bytes, Envelope]] = {}
 
 
 def _remember(envelope: Envelope) -> Envelope:
-    if len(envelope.packed) <= REMEMBERED_BYTES:
+    if (
+        len(envelope.packed) <= REMEMBERED_BYTES
+        and len(envelope.attributes) <= REMEMBERED_ATTRIBUTES
+    ):
         if len(_remembered) >= MAX_REMEMBERED:
             _remembered.clear()
         _remembered[envelope.packed] = envelope

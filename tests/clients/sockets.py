@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader
+from penstock.wire.frames import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

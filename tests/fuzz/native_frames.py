@@ -10,7 +10,7 @@ import msgspec
 from penstock.errors import InvalidInput
 from penstock.packing import write_envelope
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader
+from penstock.wire.frames import HEADER_BYTES, FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,7 +61,7 @@ def _read(frame: bytes, *, first: bool) -> str:
     request = wire.read_request(frame)
     if not isinstance(request, wire.Failure):
         # A publish is stored in the bytes that came: they must be those of its fields.
-        again = wire.Encoder().frame(request)[wire.HEADER_BYTES :]
+        again = wire.Encoder().frame(request)[HEADER_BYTES:]
         assert msgspec.msgpack.encode(wire.read_request(again), enc_hook=write_envelope) == again
     # Whatever can be read can be answered.
     wire.Encoder().frame(wire.Failure(request.id, "InvalidInput", "no"))

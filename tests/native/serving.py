@@ -23,7 +23,7 @@ from penstock.server.metrics import Metrics
 from penstock.server.native import NativeListener
 from penstock.store.codec.claimed import ClaimedFrame
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader
+from penstock.wire.frames import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

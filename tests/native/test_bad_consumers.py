@@ -204,3 +204,18 @@ def test_what_was_claimed_and_not_written_is_given_back(
     raw.socket.close()
     assert broker.stats("q").available == 5
     assert {each.attempts for each in broker.claim("q", limit=5)} == {1}
+
+
+def test_frames_of_messages_with_much_metadata_are_not_too_long(
+    broker: Broker, raw: Raw, served: Served
+) -> None:
+    # The server takes them for as small as those before.
+    served.listener.sizes.learn("q", 100)
+    text = "x" * (limits.MAX_ATTRIBUTES_BYTES - 100)
+    broker.publish([Message(b"", {"queue": "q", "text": text}) for _ in range(50)])
+    raw.send(encoder.frame(wire.Consume(7, "q", 50, MUCH)))
+    came = 0
+    while came < 50:
+        each = pushed(raw)
+        assert len(each) * len(text) <= limits.MAX_ANSWER_PART_BYTES + limits.MAX_ATTRIBUTES_BYTES
+        came += len(each)

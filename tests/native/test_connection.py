@@ -20,7 +20,7 @@ from penstock.errors import (
 )
 from penstock.model import Message, Outcome, OutcomeStatus
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader
+from penstock.wire.frames import FrameReader
 from penstock.wire.peers import Progress
 
 encoder = wire.Encoder()

@@ -16,7 +16,8 @@ from penstock.errors import InvalidFilter, InvalidInput, PenstockError
 from penstock.model import Message, Value
 from penstock.packing import pack_messages
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader, error_of, failure_of
+from penstock.wire.frames import FrameReader
+from penstock.wire.native import error_of, failure_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from penstock.errors import InvalidMessage
 from penstock.model import Message
 from penstock.packing import (
     MAX_REMEMBERED,
+    REMEMBERED_ATTRIBUTES,
     REMEMBERED_BYTES,
     Envelope,
     _remembered,
@@ -134,6 +136,9 @@ def test_remembered_envelopes_are_bounded() -> None:
     long = with_attributes(n="x" * REMEMBERED_BYTES)
     assert read_envelope(Envelope, long).attributes["n"] == "x" * REMEMBERED_BYTES
     assert long not in _remembered
+    many = with_attributes(**{f"n{n}": None for n in range(REMEMBERED_ATTRIBUTES)})
+    assert len(read_envelope(Envelope, many).attributes) == REMEMBERED_ATTRIBUTES + 1
+    assert many not in _remembered
     for n in range(MAX_REMEMBERED + 10):
         assert read_envelope(Envelope, with_attributes(n=n)).attributes["n"] == n
     assert len(_remembered) <= MAX_REMEMBERED
@@ -147,3 +152,37 @@ def test_a_message_that_its_caller_changes_later_does_not_change_others() -> Non
     assert first.envelope.attributes == again.envelope.attributes == {"queue": "q", "only here": 1}
     assert unpack_messages([first])[0].attributes == first.envelope.attributes
     assert encoder.frame(wire.Publish(1, [first])) == encoder.frame(wire.Publish(1, [again]))
+
+
+MILLIONS = b"\xdd" + (4 << 20).to_bytes(4, "big") + b"\x80" * (4 << 20)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x93\x01\x07\x91\x92\xc4\x00" + MILLIONS,
+        b"\x93\x01\x07" + MILLIONS.replace(b"\x80", b"\x92\xc4\x00\xc4\x00"),
+        b"\x94\x0c\x07\xa1q\x81\xa1a" + MILLIONS,
+        b"\xdc\x10\x00\x0c\x07\xa1q\x81\xa1a" + MILLIONS + b"\xc0" * 4_092,
+        b"\x93\x03\x07" + MILLIONS.replace(b"\x80", b"\xa1x"),
+    ],
+    ids=["envelope", "messages", "settings", "settings of a longer array", "receipts"],
+)
+def test_a_frame_of_millions_of_values_is_refused_before_they_are_made(
+    served: Served, frame: bytes
+) -> None:
+    tracemalloc.start()
+    try:
+        failure = wire.read_request(frame)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(failure, wire.Failure)
+    assert failure.id == 7
+    assert peak < 4 << 20
+    with Raw(served) as raw:
+        raw.read()
+        raw.send(len(frame).to_bytes(4, "big") + frame)
+        assert raw.read() == failure
+        # The connection goes on; messages of any size are taken.
+        assert isinstance(raw.ask([1, 8, [(bytes(2 << 20), GOOD, None)] * 2]), wire.Result)

@@ -76,6 +76,34 @@ def test_what_comes_together_is_one_change(broker: Broker) -> None:
     assert (stats.done, stats.available, stats.in_flight) == (40, 10, 0)
 
 
+def test_a_subscriber_that_fails_keeps_no_answer_from_others(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        queue = "q"
+        lease_ms: int | None = None
+        consumer = ""
+
+        def reserve(self, most: int) -> tuple[int, int]:
+            return most, 0
+
+        def deliver(self, _: object) -> None:
+            raise LookupError("a subscriber that fails")
+
+        fail = deliver
+
+    async def story(batcher: Batcher) -> None:
+        await batcher.publish([to("q")])
+        subscriber = Failing()
+        batcher.subscribe(subscriber)
+        ids = await asyncio.gather(batcher.publish([to("q")]), batcher.claim("q"))
+        batcher.unsubscribe(subscriber)
+        assert len(ids[0]) == 1
+
+    run(broker, story)
+    assert "an answer could not be told" in caplog.text
+
+
 def test_one_request_fails_alone(broker: Broker) -> None:
     broker.create_queue("even", filter="n = 2")
 

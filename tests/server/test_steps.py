@@ -103,3 +103,33 @@ async def test_a_coroutine_may_wait_again_while_it_is_cancelled() -> None:
     await asyncio.sleep(0)
     last.set_result("cleaned")
     assert await ended == ("cleaned", None)
+
+
+@in_loop
+async def test_a_coroutine_may_let_others_go_first() -> None:
+    async def pause() -> str:
+        await asyncio.sleep(0)
+        return "gone on"
+
+    _, ended = begun(pause())
+    assert not ended.done()
+    assert await ended == ("gone on", None)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@in_loop
+async def test_a_coroutine_that_waits_for_no_future_fails(later: bool) -> None:
+    class Wrong:
+        def __await__(self) -> Any:
+            yield 5
+
+    async def wait() -> None:
+        if later:
+            await asyncio.sleep(0)
+        await Wrong()
+
+    _, ended = begun(wait())
+    result, error = await ended
+    assert result is None
+    assert isinstance(error, RuntimeError)
+    assert "waits for 5, which is no future" in str(error)

@@ -13,6 +13,8 @@ from opentelemetry.trace import StatusCode
 
 import penstock
 from penstock import InvalidInput, Message, QueueNotFound
+from penstock.broker.requests import Publish
+from penstock.packing import pack_messages
 from penstock.server import running
 from penstock.server.tracing import TracedBatcher
 from penstock.tracing import TRACEPARENT
@@ -95,6 +97,22 @@ def test_failures_are_told() -> None:
     _, spans = spans_of(work)
     assert [each.status.status_code for each in spans] == [StatusCode.ERROR] * 2
     assert [each.status.description for each in spans] == ["QueueNotFound", "InvalidInput"]
+
+
+def test_a_request_that_is_late_before_its_turn_is_not_done() -> None:
+    async def work(batcher: TracedBatcher) -> bool:
+        late: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        request = Publish(pack_messages([Message(b"", {"queue": "q"})]), None)
+        batcher.submit(request, late)
+        untouched = batcher.withdraw(late)
+        await asyncio.sleep(0.01)
+        assert late.cancelled()
+        assert batcher.broker.stats("q").available == 0
+        return untouched
+
+    untouched, (span,) = spans_of(work)
+    assert untouched
+    assert [event.name for event in span.events] == ["cancelled"]
 
 
 def test_a_claim_that_is_cancelled_has_not_failed() -> None:

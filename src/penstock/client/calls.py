@@ -42,7 +42,7 @@ from penstock.model import (
     Value,
 )
 from penstock.packing import pack_messages
-from penstock.store.codec.claimed import ClaimedFrame
+from penstock.store.codec.claimed import read_claimed
 from penstock.validation import (
     check_assignments,
     check_count,
@@ -136,10 +136,11 @@ def claim(
 ) -> Call[list[Delivery]]:
     """Take up to ``limit`` messages under one lease, waiting up to ``wait_ms`` for the first."""
     request = wire.Claim(0, queue, limit, lease_ms, wait_ms, consumer)
-    return Call(request, ClaimedFrame | None, Repeat.NEVER, _deliveries)
+    return Call(request, msgspec.Raw, Repeat.NEVER, _deliveries)
 
 
-def _deliveries(claimed: ClaimedFrame | None) -> list[Delivery]:
+def _deliveries(answer: msgspec.Raw) -> list[Delivery]:
+    claimed = read_claimed(answer)
     return [] if claimed is None else claimed.deliveries()
 
 

@@ -16,6 +16,7 @@ sent again only if that is safe; otherwise it fails. ``turns`` has the addresses
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -30,13 +31,16 @@ from penstock.client.calls import Call, Repeat, cancel, doubtful, may_repeat, pi
 from penstock.client.turns import Turns
 from penstock.errors import BrokerClosed, InvalidInput, ServerUnreachable, StoreFenced
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader, error_of
+from penstock.wire.frames import FrameReader
+from penstock.wire.native import error_of
 from penstock.wire.peers import protocol_of
 
 if TYPE_CHECKING:
     from penstock.client.consumers import Subscription
     from penstock.errors import PenstockError
     from penstock.wire.peers import Progress
+
+log = logging.getLogger(__name__)
 
 # How long the other side may be silent before it is asked, and then until it is given up. It has
 # to answer only once it has the question, which waits behind the bytes that were written before.
@@ -305,7 +309,10 @@ class ClientConnection:
         reader.feed(data)
         try:
             while not self.hang_up and reader.pending and (frame := reader.take()) is not None:
-                answer = wire.decode_answer(frame)
+                try:
+                    answer = wire.decode_answer(frame)
+                except (msgspec.ValidationError, UnicodeDecodeError):
+                    answer = wire.read_spoiled(frame)
                 if type(answer) is wire.Result:
                     self._settle(answer.id, answer.value, now_ms)
                 else:
@@ -465,6 +472,11 @@ class ClientConnection:
         if pending.callback is not None:
             pending.fenced_ms = None
             pending.call.on_push(frame)
+            if frame.claimed.unread:
+                unread, queue = list(frame.claimed.unread), frame.claimed.queue
+                log.warning("the metadata of %d messages of %s is damaged", len(unread), queue)
+                # Not unseen: they fail when they are out of attempts.
+                self.submit(release(unread, reason="its metadata is damaged"), None, now_ms)
             return
         receipts = [each.receipt for each in frame.claimed.deliveries()]
         self.submit(release(receipts, reason="withdrawn", unseen=True), None, now_ms)

@@ -97,7 +97,12 @@ class Subscription(ABC):
         for each in deliveries:
             held = self._unsettled[each.receipt] = _Held(len(each.payload), until_ms)
             size += held.size
-        self._request.credit -= len(deliveries)
+        unread = frame.claimed.unread
+        for receipt, payload_bytes in unread.items():
+            # Held until they are given back, and with them their credit.
+            self._unsettled[receipt] = _Held(payload_bytes, until_ms)
+            size += payload_bytes
+        self._request.credit -= len(deliveries) + len(unread)
         self._request.credit_bytes -= size
         self.pushed(deliveries, frame.left_ms)
 

@@ -34,11 +34,7 @@ from penstock.server.incremental import ServerBackups
 from penstock.server.subscriptions import MAX_CLAIMED, PushClaim, Subscriptions
 from penstock.server.waiting import WaitingClaim
 from penstock.store.codec.claimed import ClaimedMessages
-from penstock.validation import (
-    check_count,
-    check_receipts,
-    check_text,
-)
+from penstock.validation import check_count, check_receipts, check_text
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -220,15 +216,14 @@ class Batcher:
             return (await claiming).deliveries()
         except asyncio.CancelledError:
             if claiming.done() and not claiming.cancelled() and claiming.exception() is None:
-                self.take_back(claiming.result())
+                self.take_back(claiming.result().receipts())
             raise
 
-    def take_back(self, deliveries: Iterable[Delivery]) -> None:
+    def take_back(self, receipts: list[str]) -> None:
         """Release messages that were claimed for a client that has gone.
 
         If that fails, their lease ends in time.
         """
-        receipts = [each.receipt for each in deliveries]
         if receipts:
             self.release(receipts, unseen=True).add_done_callback(Future.exception)
 
@@ -469,29 +464,26 @@ class Batcher:
         self._under_way -= len(made)
         for request, answer in made:
             error = request.error if failure is None else failure
-            if type(request) is PushClaim:
-                if error is not None:
-                    self.take_back(request.answer)
-                    request.answer = ClaimedMessages()
-                    request.subscriber.fail(_without_frames(error))
-                elif request.answer.rows:
-                    self.note_claimed(request.queue, request.answer.waited_ms)
-                self._deliver(request)
-                continue
-            assert answer is not None, "only claims for subscribers have none"
-            given_up = answer.done()
+            request.error = None
+            if error is not None:
+                error = _without_frames(error)
+            given_up = answer is not None and answer.done()
             if isinstance(request, Claim) and request.answer.rows:
                 if given_up or error:
-                    self.take_back(request.answer)
+                    self.take_back(request.answer.receipts())
+                    request.answer = ClaimedMessages()
                 else:
                     self.note_claimed(request.queue, request.answer.waited_ms)
-            request.error = None
             if given_up:
                 continue
             try:
-                if error is not None:
-                    answer.set_exception(_without_frames(error))
-                else:
+                if type(request) is PushClaim:
+                    if error is not None:
+                        request.subscriber.fail(error)
+                    self._deliver(request)
+                elif answer is not None and error is not None:
+                    answer.set_exception(error)
+                elif answer is not None:
                     answer.set_result(request.answer)
             except Exception:
                 # One that fails must not keep the others waiting.

@@ -42,6 +42,8 @@ class TracedBatcher(Batcher):
         api()
         super().__init__(broker, loop)
         self._span = partial(start_span, tracer=tracer)
+        # The futures of requests that are told their answers.
+        self._told: dict[Answer, Future[Any]] = {}
 
     def publish(
         self, messages: Iterable[Message], *, queue: str | None = None
@@ -61,7 +63,25 @@ class TracedBatcher(Batcher):
             )
         else:
             future = self.ack(request.receipts, queue=request.queue, check=request.check)
-        future.add_done_callback(partial(_tell, answer))
+        self._told[answer] = future
+        future.add_done_callback(partial(self._tell_of, answer))
+
+    def withdraw(self, answer: Answer) -> bool:
+        """Cancel a request whose time is up, with its span."""
+        untouched = super().withdraw(self._told.get(answer, answer))
+        answer.cancel()
+        return untouched
+
+    def _tell_of(self, answer: Answer, future: Future[Any]) -> None:
+        """Tell a request the answer that its future has."""
+        del self._told[answer]
+        if answer.done() or future.cancelled():
+            return
+        error = future.exception()
+        if isinstance(error, Exception):
+            answer.set_exception(error)
+        else:
+            answer.set_result(future.result())
 
     def claim(self, queue: str, **options: Any) -> Future[ClaimedMessages]:
         """Claim; the span links to the traces of the deliveries."""
@@ -115,17 +135,6 @@ class TracedBatcher(Batcher):
             raise
         future.add_done_callback(done)
         return future
-
-
-def _tell(answer: Answer, future: Future[Any]) -> None:
-    """Tell a request the answer that a future has."""
-    if answer.done() or future.cancelled():
-        return
-    error = future.exception()
-    if isinstance(error, Exception):
-        answer.set_exception(error)
-    else:
-        answer.set_result(future.result())
 
 
 def _link(span: Any, claimed: ClaimedMessages) -> None:

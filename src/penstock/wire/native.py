@@ -1,4 +1,4 @@
-"""The native protocol: a type for every frame, the reader and the encoder of frames, and errors.
+"""The native protocol: a type for every frame, the encoder of frames, and errors.
 
 A frame is a length of four bytes, big-endian, and as many bytes of msgpack: an array that begins
 with the number of the frame's kind. Messages are packed (:mod:`penstock.packing`); the other values
@@ -24,13 +24,13 @@ from penstock import errors, limits
 from penstock.errors import InvalidFilter, InvalidInput, InvalidMessage, PenstockError
 from penstock.model import Backfilled, Cursor, Entry, QueueStats
 from penstock.packing import PackedMessage, read_envelope, write_envelope
-from penstock.store.codec.claimed import ClaimedFrame, ClaimedMessages
+from penstock.store.codec.claimed import ClaimedFrame, ClaimedMessages, LooseFrame
+from penstock.wire.frames import HEADER_BYTES
 
 MAGIC: Final = "penstock"
 VERSION: Final = 5
 OLDEST_VERSION: Final = 5
 DEFAULT_PORT: Final = 8814
-HEADER_BYTES: Final = 4
 
 Id: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -241,7 +241,7 @@ class Ping(Request, tag=25):
 class Cancel(Request, tag=26):
     """End the wait of a claim, or a consumer; answered with whether it was still there.
 
-    A claim that was ended is answered with no deliveries.
+    A claim that was ended is answered with nil.
     """
 
     claim: int
@@ -399,6 +399,12 @@ class Deliveries(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
     claimed: ClaimedFrame
 
 
+class _LooseDeliveries(msgspec.Struct, array_like=True, tag=6):
+    id: int
+    left_ms: int
+    claimed: LooseFrame
+
+
 # Requests that take as long as there are messages, in steps each of which ends in time: their whole
 # has no deadline.
 LONG: Final = frozenset({DeleteQueue, Redrive, Purge, Move, Backfill, Backup, Consume})
@@ -410,11 +416,26 @@ class _Head(msgspec.Struct, array_like=True):
     id: Id
 
 
+class _Message(msgspec.Struct, array_like=True):
+    payload: memoryview
+    envelope: memoryview
+
+
+class _LongPublish(msgspec.Struct, array_like=True):
+    kind: int
+    id: Id
+    messages: Annotated[list[_Message], Meta(max_length=limits.MAX_PUBLISH_MESSAGES)]
+
+
 _LAST_KIND: Final = len(Request.__subclasses__())
+# Requests that may be longer than MAX_PLAIN_FRAME_BYTES, since they have lists of ids; beside
+# those with messages.
+_WITH_IDS: Final = frozenset({15, 16, 17, 19})
 # Errors of a decoder for bytes that are no frame of this protocol.
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _hellos: Final = msgspec.msgpack.Decoder(Hello)
 _heads: Final = msgspec.msgpack.Decoder(_Head)
+_long_publishes: Final = msgspec.msgpack.Decoder(_LongPublish)
 # These two raise the errors of UNREADABLE.
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
     reduce(or_, Request.__subclasses__()), dec_hook=read_envelope
@@ -422,6 +443,7 @@ _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
 decode_request: Final = _requests.decode
 _answers: Final[msgspec.msgpack.Decoder[ServerFrame]] = msgspec.msgpack.Decoder(ServerFrame)
 decode_answer: Final = _answers.decode
+_loose_deliveries: Final = msgspec.msgpack.Decoder(_LooseDeliveries)
 
 
 def read_hello(frame: memoryview | bytes) -> Hello:
@@ -438,6 +460,19 @@ def read_hello(frame: memoryview | bytes) -> Hello:
     return hello
 
 
+def check_long(frame: memoryview | bytes) -> None:
+    """Check a frame of over MAX_PLAIN_FRAME_BYTES, whose values may take far more memory than it.
+
+    The decoder of requests reads a whole value in the place of an envelope before it refuses it.
+    """
+    kind = _heads.decode(frame).kind
+    if kind == 1:
+        _long_publishes.decode(frame)
+    elif kind not in _WITH_IDS:
+        most = limits.MAX_PLAIN_FRAME_BYTES
+        raise msgspec.ValidationError(f"{len(frame)} bytes; a request of its kind has up to {most}")
+
+
 def read_request(frame: memoryview | bytes) -> Request | Failure:
     """Read a request, or return the failure that answers it.
 
@@ -446,6 +481,8 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
     """
     name = "InvalidInput"
     try:
+        if len(frame) > limits.MAX_PLAIN_FRAME_BYTES:
+            check_long(frame)
         return decode_request(frame)
     except msgspec.ValidationError as error:
         why = str(error)
@@ -462,6 +499,15 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
     if not 1 <= head.kind <= _LAST_KIND:
         why = f"there is no request of kind {head.kind} in version {VERSION} of the protocol"
     return Failure(head.id, name, why)
+
+
+def read_spoiled(frame: memoryview | bytes) -> Deliveries:
+    """Read messages of which some have metadata that a store has spoiled, and leave those out.
+
+    It raises one of :data:`UNREADABLE` for any other frame.
+    """
+    loose = _loose_deliveries.decode(frame)
+    return Deliveries(loose.id, loose.left_ms, loose.claimed.readable())
 
 
 class Encoder:
@@ -495,63 +541,6 @@ class Encoder:
             self.frame(Part(request_id, whole[at : at + size], at + size >= len(whole)))
             for at in range(0, len(whole), size)
         ]
-
-
-class FrameReader:
-    """Cuts a stream, in whatever pieces it comes, into frames.
-
-    It refuses a length that is not allowed before it keeps anything for it. ``max_frame_bytes``
-    may be raised on the way; ``pending`` is the number of bytes that were fed and not taken.
-    """
-
-    __slots__ = ("_at", "_later", "_now", "max_frame_bytes", "pending")
-
-    def __init__(self, max_frame_bytes: int = limits.MAX_FRAME_BYTES) -> None:
-        self.max_frame_bytes = max_frame_bytes
-        self.pending = 0
-        # Frames are views of ``_now``, which therefore never changes; the bytes after it are
-        # gathered in ``_later`` until a frame needs them.
-        self._now = b""
-        self._at = 0
-        self._later = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Add the next bytes of the stream."""
-        if self.pending:
-            self._later += data
-        else:
-            self._now, self._at = data, 0
-        self.pending += len(data)
-
-    def take(self) -> memoryview | None:
-        """Return the next whole frame without its length, or None until there is one."""
-        if self.pending < HEADER_BYTES:
-            return None
-        if self._at + HEADER_BYTES > len(self._now):
-            self._join()
-        begin = self._at + HEADER_BYTES
-        size = int.from_bytes(self._now[self._at : begin], "big")
-        if not 0 < size <= self.max_frame_bytes:
-            raise InvalidInput(f"a frame of {size} bytes; allowed are 1 to {self.max_frame_bytes}")
-        if self.pending < HEADER_BYTES + size:
-            return None
-        if begin + size > len(self._now):
-            self._join()
-            begin = HEADER_BYTES
-        self._at = begin + size
-        self.pending -= HEADER_BYTES + size
-        return memoryview(self._now)[begin : self._at]
-
-    @property
-    def next_bytes(self) -> bytes:
-        """The first bytes that were not taken: the length of a frame, if they are of one."""
-        return self._now[self._at : self._at + HEADER_BYTES]
-
-    def _join(self) -> None:
-        """Move the bytes of ``_later`` behind those of ``_now`` that were not taken."""
-        self._now = b"".join((memoryview(self._now)[self._at :], self._later))
-        self._at = 0
-        self._later = bytearray()
 
 
 # --- errors: sent by the name of their class, and raised as the same class ------------------------

@@ -28,7 +28,8 @@ from penstock.server.native.requests import (
 from penstock.server.security import ANYONE, told
 from penstock.validation import check_count
 from penstock.wire import native as wire
-from penstock.wire.native import FrameReader, failure_of
+from penstock.wire.frames import FrameReader
+from penstock.wire.native import failure_of
 from penstock.wire.peers import NOT_HTTP, progress_of, protocol_of
 
 if TYPE_CHECKING:
@@ -234,6 +235,8 @@ class NativeConnection(asyncio.Protocol):
 
     def _begin(self, frame: memoryview) -> None:
         try:
+            if len(frame) > limits.MAX_PLAIN_FRAME_BYTES:
+                wire.check_long(frame)
             request: Any = wire.decode_request(frame)
         except wire.UNREADABLE:
             request = wire.read_request(frame)
@@ -422,7 +425,8 @@ class NativeConnection(asyncio.Protocol):
         request, kind = pending.request, type(pending.request)
         if self._ending or self._transport is None or self._transport.is_closing():
             self._end(pending)
-            self._take_back(request, result)
+            if kind is wire.Claim and result:
+                self._batcher.take_back(result.receipts())
             return
         error = pending.failure or error
         if error is None:
@@ -436,7 +440,8 @@ class NativeConnection(asyncio.Protocol):
                     self._listener.sizes.learn(request.queue, sum(map(len, frames)) // len(result))
             except Exception as unwritable:
                 error = unwritable
-                self._take_back(request, result)
+                if kind is wire.Claim:
+                    self._batcher.take_back(result.receipts())
         # After it is written: others may begin only if that has left room.
         self._end(pending)
         if error is not None:
@@ -474,11 +479,6 @@ class NativeConnection(asyncio.Protocol):
         for pending in list(self._waits.values()):
             if pending.future is not None:
                 pending.future.cancel()
-
-    def _take_back(self, request: wire.Request, result: Any) -> None:
-        """Release messages whose answer can't be sent."""
-        if isinstance(request, wire.Claim) and result:
-            self._batcher.take_back(result)
 
     def _fail(self, pending: PendingRequest, error: BaseException) -> None:
         if not isinstance(error, PenstockError):
@@ -518,7 +518,7 @@ class NativeConnection(asyncio.Protocol):
         unwritten, self._unwritten = self._unwritten, []
         if self._transport is None or self._transport.is_closing():
             for claimed in unwritten:
-                self._batcher.take_back(claimed)
+                self._batcher.take_back(claimed.receipts())
         elif out:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 

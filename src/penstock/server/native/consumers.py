@@ -75,7 +75,7 @@ class Consumer:
         self._credit += claim.limit - len(claimed)
         size = sum([len(row[-1]) for row in claimed.rows])
         self._credit_bytes += claim.reserved_bytes - size
-        self._consumers.delivered(self, claimed, size, claim.reserved_bytes)
+        self._consumers.delivered(self, claimed, claim.reserved_bytes)
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
@@ -185,32 +185,19 @@ class Consumers:
             self._refused.add(consumer)
         return left
 
-    def delivered(
-        self, consumer: Consumer, claimed: ClaimedMessages, size: int, reserved_bytes: int
-    ) -> None:
+    def delivered(self, consumer: Consumer, claimed: ClaimedMessages, reserved_bytes: int) -> None:
         """Push what was claimed for a consumer; if it has gone, give it back."""
         self.reserved_bytes -= reserved_bytes
         if self._by_id.get(consumer.id) is not consumer:
-            self._batcher.take_back(claimed)
+            self._batcher.take_back(claimed.receipts())
         elif claimed:
-            if size <= limits.MAX_ANSWER_PART_BYTES:
-                self._push(consumer, claimed)
-            else:
-                self._push_parts(consumer, claimed)
+            for part in claimed.parts(limits.MAX_ANSWER_PART_BYTES):
+                self._push(consumer, part)
         if consumer.id in self._by_id:
             # It may have got bytes back, and messages that seemed not to fit may fit now.
             self._batcher.note_room(consumer.queue)
         if self._refused and self._open:
             self._retry()
-
-    def _push_parts(self, consumer: Consumer, claimed: ClaimedMessages) -> None:
-        """Write messages in frames that are not too long."""
-        begin = size = 0
-        for end, row in enumerate(claimed.rows, 1):
-            size += len(row[-1])
-            if size > limits.MAX_ANSWER_PART_BYTES or end == len(claimed):
-                self._push(consumer, claimed.part(begin, end))
-                begin, size = end, 0
 
     def _push(self, consumer: Consumer, claimed: ClaimedMessages) -> None:
         """Write messages that were claimed for a consumer."""

@@ -318,7 +318,7 @@ def _give_back(sqs: SqsService, deliveries: list[Delivery]) -> None:
     """Give back messages whose client went away before it got its answer."""
     for each in deliveries:
         sqs.attempts.forget(each.receipt)
-    sqs.batcher.take_back(deliveries)
+    sqs.batcher.take_back([each.receipt for each in deliveries])
 
 
 def _checked(view: QueueView, request: SqsRequest) -> tuple[int, int, int]:

@@ -17,10 +17,10 @@ import msgspec
 
 from penstock.errors import CorruptRecord
 from penstock.model import Delivery
-from penstock.store.codec.metadata import Metadata, decode_many, decode_metadata
+from penstock.store.codec.metadata import Metadata, decode_many, decode_metadata, read_metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # Message id, key in its queue, attempts, metadata record, payload.
 StoredRow: TypeAlias = tuple[int, int, int, bytes, bytes]
@@ -54,9 +54,25 @@ class ClaimedMessages(msgspec.Struct, eq=False):
     def __getitem__(self, at: int) -> Delivery:
         return self.deliveries()[at]
 
-    def part(self, begin: int, end: int) -> ClaimedMessages:
-        """Return some of them."""
-        return ClaimedMessages(self.queue, self.token, self.deadline_ms, self.rows[begin:end])
+    def receipts(self) -> list[str]:
+        """Make the receipt of each, whether or not its metadata decodes."""
+        return [f"{self.token}-{row[1]:016x}" for row in self.rows]
+
+    def parts(self, most_bytes: int) -> list[ClaimedMessages]:
+        """Part them, so that each part but for its last message has no more than so many bytes."""
+        rows = self.rows
+        sizes = [len(row[3]) + len(row[4]) for row in rows]
+        if sum(sizes) <= most_bytes:
+            return [self]
+        parts = []
+        begin = size = 0
+        for end, more in enumerate(sizes, 1):
+            size += more
+            if size > most_bytes or end == len(rows):
+                part = ClaimedMessages(self.queue, self.token, self.deadline_ms, rows[begin:end])
+                parts.append(part)
+                begin, size = end, 0
+        return parts
 
     def deliveries(self) -> list[Delivery]:
         """Make a delivery of each whose metadata decodes."""
@@ -111,12 +127,17 @@ class ClaimedRow(msgspec.Struct, array_like=True, gc=False):
 
 
 class ClaimedFrame(msgspec.Struct, array_like=True, gc=False):
-    """The messages of one claim, as a client reads them."""
+    """The messages of one claim, as a client reads them.
+
+    ``unread`` has the receipts of messages whose metadata does not decode, with the bytes of their
+    payloads; it does not travel.
+    """
 
     queue: str
     token: str
     deadline_ms: int
     rows: list[ClaimedRow]
+    unread: dict[str, int] = {}
 
     def deliveries(self, kind: type[Any] = Delivery) -> list[Any]:
         """Make a delivery of each."""
@@ -137,3 +158,47 @@ class ClaimedFrame(msgspec.Struct, array_like=True, gc=False):
             for row in self.rows
             for it in (row.metadata,)
         ]
+
+
+class _LooseRow(msgspec.Struct, array_like=True):
+    message_id: int
+    key: int
+    attempts: int
+    payload: bytes
+    version: int
+    metadata: msgspec.Raw
+
+
+class LooseFrame(msgspec.Struct, array_like=True):
+    """The messages of one claim, of which some have metadata that a store has spoiled."""
+
+    queue: str
+    token: str
+    deadline_ms: int
+    rows: list[_LooseRow]
+
+    def readable(self) -> ClaimedFrame:
+        """Leave out those whose metadata does not decode: the others are good."""
+        frame = ClaimedFrame(self.queue, self.token, self.deadline_ms, [])
+        for row in self.rows:
+            metadata = read_metadata(b"\x01" + bytes(row.metadata))
+            if metadata is None:
+                frame.unread[f"{self.token}-{row.key:016x}"] = len(row.payload)
+            else:
+                fields = row.message_id, row.key, row.attempts, row.payload, row.version, metadata
+                frame.rows.append(ClaimedRow(*fields))
+        return frame
+
+
+_decode_claimed: Final[Callable[[bytes], ClaimedFrame | None]] = msgspec.msgpack.Decoder(
+    ClaimedFrame | None
+).decode
+_decode_loose: Final = msgspec.msgpack.Decoder(LooseFrame).decode
+
+
+def read_claimed(answer: bytes) -> ClaimedFrame | None:
+    """Read the messages that answer a claim; None: there are none."""
+    try:
+        return _decode_claimed(answer)
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        return _decode_loose(answer).readable()
