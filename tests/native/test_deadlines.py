@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from botocore.exceptions import ClientError
-from tests.native.serving import Served
+from tests.native.serving import Raw, Served
 from tests.sqs.serving import client_of, serving
 from tests.waiting import wait_until
 
@@ -18,6 +18,7 @@ import penstock
 from penstock import Message, ServerUnreachable
 from penstock.broker.requests import Publish
 from penstock.server.batcher import LOOK_THREADS, Batcher
+from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,3 +152,24 @@ def test_sqs_answers_in_time(far: None, monkeypatch: pytest.MonkeyPatch) -> None
             hanging.going_on.set()
         monkeypatch.undo()
         sqs.send_message(QueueUrl=address, MessageBody="y")
+
+
+def test_a_claim_that_is_late_in_the_turn_of_its_answer_gives_its_messages_back(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.send("q", b"x")
+    with Served(broker) as served, Raw(served) as raw:
+        raw.read()
+        (connection,) = served.listener.connections
+        answer = served.batcher._answer
+
+        def answer_late(made: Any, failure: Exception | None) -> None:
+            answer(made, failure)
+            connection._patience_s = 0
+            connection._fail_late()
+
+        monkeypatch.setattr(served.batcher, "_answer", answer_late)
+        failure = raw.ask([2, 7, "q", 1, 3_600_000])
+        assert isinstance(failure, wire.Failure)
+        assert failure.name == "ServerUnreachable"
+        wait_until(lambda: broker.stats("q").available == 1)

@@ -440,11 +440,11 @@ class NativeConnection(asyncio.Protocol):
                     self._listener.sizes.learn(request.queue, sum(map(len, frames)) // len(result))
             except Exception as unwritable:
                 error = unwritable
-                if kind is wire.Claim:
-                    self._batcher.take_back(result.receipts())
         # After it is written: others may begin only if that has left room.
         self._end(pending)
         if error is not None:
+            if kind is wire.Claim and result:
+                self._batcher.take_back(result.receipts())
             self._fail(pending, error)
         else:
             slot, about = (
