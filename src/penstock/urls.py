@@ -111,7 +111,7 @@ def open(  # noqa: A001 - penstock.open is the way in
         if str(url).startswith(("postgresql:", "cockroachdb:")):
             # Processes on many machines must agree about when a lease is over.
             clock = FollowingClock() if type(clock) is SystemClock else clock
-            sql = _open_sql(
+            sql = open_sql(
                 url, clock, routing, relaxed=relaxed, background=background, create=create
             )
             opened.callback(sql.close)
@@ -136,9 +136,16 @@ def open(  # noqa: A001 - penstock.open is the way in
     return broker
 
 
-def _open_sql(
-    url: str, clock: Clock, routing: str | None, *, relaxed: bool, background: bool, create: bool
+def open_sql(
+    url: str,
+    clock: Clock,
+    routing: str | None,
+    *,
+    create: bool,
+    relaxed: bool = False,
+    background: bool = False,
 ) -> SqlStore:
+    """Open a store on a SQL database."""
     from penstock.store.sql.location import parse_sql  # noqa: PLC0415
 
     named = parse_sql(url)

@@ -65,6 +65,13 @@ class Reader(StoreReader):
 
         return self._look(pin)
 
+    def pin_at(self, at_ms: int | None) -> PinnedStore:
+        """Give all rows as of a time (None: now), and the end of the log as its next owner has it.
+
+        That is behind every id that the owner may have given out.
+        """
+        return self._look(lambda now_ms: self._store.pin(at_ms or now_ms, stats=True))
+
     def close(self) -> None:
         """Let go of the store."""
         with self._lock:

@@ -45,6 +45,8 @@ FILL_MESSAGES: Final = 5_000
 # Bounds of one step of a fill from an archive: what commits together.
 RESTORE_MESSAGES: Final = 1_000
 RESTORE_BYTES: Final = 16 << 20
+# The routing of a store that is being copied to: no broker opens it.
+COPYING: Final = "copying"
 # Offsets that a switch to inline routing may find unrouted, and routes itself.
 SWITCH_OFFSETS: Final = 10_000
 
@@ -139,7 +141,18 @@ def logs_of(
 
 
 def check_routing(place: str, routing: str, wanted: str | None) -> None:
-    """Refuse to open a store that routes another way than the one asked for."""
+    """Refuse to open a store that routes another way than the one asked for, or none known."""
+    if COPYING in {routing, wanted}:
+        if routing == wanted:
+            return
+        if wanted == COPYING:
+            raise StoreMismatch(f"{place} holds a store: a copy goes to where nothing is")
+        raise StoreMismatch(
+            f"{place} is the target of a copy that has not come to its end: the same 'penstock "
+            "copy' again goes on; or remove it"
+        )
+    if routing not in {"inline", "pipeline"}:
+        raise StoreMismatch(f"{place} routes {routing!r:.100}, which is not known")
     if wanted not in {None, routing}:
         raise StoreMismatch(
             f"{place} has routing={routing!r}: it can't be opened with {wanted!r}. Open it without "

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
     from penstock.model import LogStats, QueueSpec, QueueStats, StoreStats
     from penstock.store.codec.records import AttemptRecord
+    from penstock.store.policy import Coverage, LogSettings
 
 # A message that waits or is in flight: message id, the state's name, attempts, when it is visible,
-# what :meth:`PinnedStore.leases` tells its lease by, metadata. A plain tuple: the garbage collector
-# lets go of those, and they come by the ten thousand.
-LiveRow: TypeAlias = tuple[int, str, int, int, Any, bytes]
+# what :meth:`PinnedStore.leases` tells its lease by, metadata, attempts that are forgiven. A plain
+# tuple: the garbage collector lets go of those, and they come by the ten thousand.
+LiveRow: TypeAlias = tuple[int, str, int, int, Any, bytes, int]
 
 
 class Keys(NamedTuple):
@@ -72,6 +73,8 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
     at_ms: int
     # Whether the sequence numbers of a queue's done and failed messages are in the order of time.
     ordered: bool
+    # The id that the next message gets: above every one in the snapshot.
+    next_offset: int
     log_stats: LogStats
     totals: StoreStats
     stats: Sequence[QueueStats]
@@ -81,12 +84,19 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
         """Which store it is."""
 
     @property
+    def log_settings(self) -> LogSettings:
+        """How the log is spread and kept."""
+
+    @property
     def queues(self) -> Mapping[str, QueueSpec]:
         """Every queue's settings, by name and in the order of names."""
 
     @property
     def draining(self) -> Collection[str]:
         """The names of queues that take no more messages."""
+
+    def coverage(self, queue: str) -> Coverage:
+        """Return which offsets of the log a queue was filled from."""
 
     def depths(self, queue: str) -> Depths:
         """Count a queue's messages."""
@@ -160,6 +170,12 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
 
     def referenced(self, message_ids: set[int]) -> set[int]:
         """Return which of the messages any queue still holds, in whatever state."""
+
+    def unheld(self) -> Iterator[int]:
+        """Give the messages that no queue took and the log still has, ascending.
+
+        Those that a tailer has not come to yet may be among them.
+        """
 
     def close(self) -> None:
         """Let go of the pinned tables; a reader that goes on gets an error."""

@@ -100,7 +100,25 @@ class History:
         now_ms: int,
     ) -> None:
         """Append messages that are done, or that have failed and share a reason."""
-        counts, exponent, count = queue.counts, queue.spec.bucket_exponent, len(items)
+        entries = [
+            (item.message_id, item.key, now_ms, item.attempts, item.metadata, reason)
+            for item in items
+        ]
+        self.append(batch, queue, state, entries)
+        if state is State.FAILED:
+            queue.counts.failed_total += len(items)
+        else:
+            queue.counts.acked_total += len(items)
+
+    def append(
+        self,
+        batch: Batch,
+        queue: Queue,
+        state: State,
+        entries: Sequence[tuple[int, int, int, int, bytes, str]],
+    ) -> None:
+        """Append messages: id, key, when it ended, attempts, metadata and reason of each."""
+        counts, exponent, count = queue.counts, queue.spec.bucket_exponent, len(entries)
         failed = state is State.FAILED
         number = counts.next_failed if failed else counts.next_done
         capacity = opendata.capacity(exponent)
@@ -109,25 +127,19 @@ class History:
         while start < count:
             # A part ends where its bucket does.
             first = number - number % capacity
-            chunk = items[start : start + first + capacity - number]
+            chunk = entries[start : start + first + capacity - number]
             key = (
                 begin[:-8] + (exponent << 60 | first).to_bytes(8, "big") + number.to_bytes(8, "big")
             )
             self.first_keys.note(begin, key)
-            entries = [
-                (item.message_id, item.key, now_ms, item.attempts, item.metadata, reason)
-                for item in chunk
-            ]
-            batch.put(key, encode_ended(entries, failed=failed), self._table.family)
-            for item in chunk if failed else ():
-                batch.put(_FAILED_INDEX.key(queue.id, item.message_id), key, self._table.family)
+            batch.put(key, encode_ended(chunk, failed=failed), self._table.family)
+            for entry in chunk if failed else ():
+                batch.put(_FAILED_INDEX.key(queue.id, entry[0]), key, self._table.family)
             start, number = start + len(chunk), number + len(chunk)
         if failed:
             counts.next_failed, counts.failed = number, counts.failed + count
-            counts.failed_total += count
         else:
             counts.next_done, counts.done = number, counts.done + count
-            counts.acked_total += count
 
     def add_attempts(
         self,
@@ -146,6 +158,13 @@ class History:
         for item in items:
             suffix = (item.message_id << 16 | item.attempts).to_bytes(10, "big")
             put(prefix + suffix, record, family)
+
+    def put_attempt(
+        self, batch: Batch, queue: Queue, message_id: int, number: int, record: AttemptRecord
+    ) -> None:
+        """Record an attempt that has ended elsewhere."""
+        suffix = (message_id << 16 | number).to_bytes(10, "big")
+        batch.put(queue.attempts_prefix + suffix, encode_attempt(record), self._table.family)
 
     # --- out -----------------------------------------------------------------------------
 

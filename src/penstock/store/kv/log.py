@@ -35,7 +35,7 @@ from penstock.store.kv.tables import FirstKeys, pages_of
 from penstock.store.policy import SEGMENT_MS, LogSettings, logs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from penstock.engines import Batch, Table
@@ -159,6 +159,15 @@ class MetadataLog:
             for row, log in zip(rows, logs_of(groups, routes, fifo, logs, self._turn), strict=True):
                 parts.setdefault(log, []).append(row)
             spread = {**parts}
+        self.put_rows(batch, segment, spread)
+
+    def put_rows(
+        self,
+        batch: Batch,
+        segment: Segment,
+        spread: Mapping[int, Sequence[tuple[int, bytes]]],
+    ) -> None:
+        """Write messages (id, metadata), by log, into the newest segment."""
         family = self._table.family
         for log, part in spread.items():
             prefix = self._prefixes.get(log)

@@ -25,7 +25,7 @@ from penstock.store.codec.stored import NO_LEASE, decode_stored_item
 from penstock.store.kv.history import sequence_of
 from penstock.store.kv.log import MetadataLog
 from penstock.store.kv.queues import QueueTable
-from penstock.store.kv.tables import Leases, pages_of
+from penstock.store.kv.tables import REFERENCES, Leases, pages_of
 from penstock.store.live import group_of
 from penstock.store.live.indexed_directory import DELAYED, GROUP_OF_READY, READY, past
 from penstock.store.snapshot import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.model import LogStats, QueueSpec, QueueStats, StoreStats
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.state import Identity
+    from penstock.store.policy import Coverage, LogSettings
     from penstock.store.snapshot import LiveRow
 
 log_ = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Pinned(AbstractContextManager["Pinned"]):
         self.identity = identity
         self.at_ms = at_ms
         self.log_stats = log
+        self.next_offset: int = log.end
         self.totals = totals
         self.stats = stats
         self._payloads = self.table("payloads")
@@ -102,8 +104,16 @@ class Pinned(AbstractContextManager["Pinned"]):
     @cached_property
     def draining(self) -> set[str]:
         """The names of queues that take no more messages."""
-        table = QueueTable(self.table("queues"))
-        return {name for name, queue in self._queues.items() if table.coverage(queue).draining}
+        return {name for name in self._queues if self.coverage(name).draining}
+
+    def coverage(self, queue: str) -> Coverage:
+        """Return which offsets of the log a queue was filled from."""
+        return QueueTable(self.table("queues")).coverage(self._queues[queue])
+
+    @property
+    def log_settings(self) -> LogSettings:
+        """How the log is spread and kept."""
+        return self._log.settings
 
     @property
     def store_id(self) -> str:
@@ -315,10 +325,10 @@ class Pinned(AbstractContextManager["Pinned"]):
         return _DELAYED if visible_at_ms > self.at_ms else _AVAILABLE
 
     def _waiting_row(self, key: bytes, record: bytes) -> tuple[LiveRow]:
-        metadata, _, attempts, _, visible_at_ms, _ = decode_stored_item(record)
+        metadata, _, attempts, forgiven, visible_at_ms, _ = decode_stored_item(record)
         state = self._waiting(visible_at_ms)
         message_id = int.from_bytes(key[4:], "big")
-        return ((message_id, state, attempts, visible_at_ms, NO_LEASE, metadata),)
+        return ((message_id, state, attempts, visible_at_ms, NO_LEASE, metadata, forgiven),)
 
     def _bucket_rows(self, _key: bytes, record: bytes) -> list[LiveRow]:
         available, flying = buckets.decode_active(record)
@@ -330,11 +340,12 @@ class Pinned(AbstractContextManager["Pinned"]):
                 e.visible_at,
                 NO_LEASE,
                 e.metadata,
+                e.forgiven,
             )
             for e, _ in available
         ]
         rows += [
-            (e.message_id, _IN_FLIGHT, e.attempts, e.visible_at, e.lease, e.metadata)
+            (e.message_id, _IN_FLIGHT, e.attempts, e.visible_at, e.lease, e.metadata, e.forgiven)
             for e, _ in flying
         ]
         return rows
@@ -432,6 +443,12 @@ class Pinned(AbstractContextManager["Pinned"]):
             )
         return held
 
+    def unheld(self) -> Iterator[int]:
+        """Give the messages that no queue took and the log still has."""
+        for key, record in pages_of(self._payloads, REFERENCES, past(REFERENCES)):
+            if not any(record):
+                yield int.from_bytes(key[2:], "big")
+
 
 class _SharedTable:
     """A table of a view that several threads may read."""
@@ -472,11 +489,11 @@ def _published_ms(record: bytes | None) -> int | None:
 
 
 def _flying_row(key: bytes, record: bytes) -> tuple[LiveRow]:
-    metadata, _, attempts, _, visible_at_ms, lease = decode_stored_item(record)
+    metadata, _, attempts, forgiven, visible_at_ms, lease = decode_stored_item(record)
     message_id = int.from_bytes(key[4:], "big")
     # The record counts the claims that have ended.
     attempts = min(attempts + 1, MAX_ATTEMPTS)
-    return ((message_id, _IN_FLIGHT, attempts, visible_at_ms, lease, metadata),)
+    return ((message_id, _IN_FLIGHT, attempts, visible_at_ms, lease, metadata, forgiven),)
 
 
 def _part_key(keys: Keys, number: int) -> bytes:

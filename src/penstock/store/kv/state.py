@@ -190,8 +190,6 @@ class Core:
             raise StoreMismatch(
                 f"the store has the {identity.design} design: it can't be opened as {design}"
             )
-        if identity.routing not in {"inline", "pipeline"}:
-            raise StoreMismatch(f"the store routes {identity.routing!r:.100}, which is not known")
         check_routing("the store", identity.routing, routing)
         return identity
 

@@ -56,7 +56,7 @@ PAGE_ROWS: Final = 4_096
 RECENT_LEASES: Final = 5_000
 # After every expiry entry.
 _LAST: Final = b"\xff" * 9
-_REFERENCES: Final = b"\x02\x0d"
+REFERENCES: Final = b"\x02\x0d"
 _WINDOWS: Final = b"\x01"
 _pair: Final = Struct(">QQ")
 
@@ -191,7 +191,7 @@ class Payloads:
 
     def _counts(self, message_ids: Sequence[int]) -> list[tuple[int, bytes, int | None]]:
         """Read counts: message id, the count's key, and the count (None: one queue holds it)."""
-        keys = [_REFERENCES + message_id.to_bytes(8, "big") for message_id in message_ids]
+        keys = [REFERENCES + message_id.to_bytes(8, "big") for message_id in message_ids]
         return [
             (message_id, key, None if record is None else int.from_bytes(record, "big"))
             for message_id, key, record in zip(
@@ -207,7 +207,7 @@ class Payloads:
 
     def refer(self, batch: Batch, message_id: int, queues: int) -> None:
         """Note how many queues hold a message."""
-        self._put_count(batch, _REFERENCES + message_id.to_bytes(8, "big"), queues)
+        self._put_count(batch, REFERENCES + message_id.to_bytes(8, "big"), queues)
 
     def shared(self, message_ids: Sequence[int]) -> set[int]:
         """Return the messages that not exactly one queue holds."""

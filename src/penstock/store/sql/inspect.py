@@ -304,7 +304,7 @@ class SqlInspect(SqlMove):
 def _entry(queue: SqlQueue, state: State, row: tuple[Any, ...], metadata: Metadata) -> Entry:
     more: dict[str, Any] = {}
     if state in STATES:
-        message_id, attempts, more["visible_at_ms"], vesting_ms, _, consumer, _, _ = row
+        message_id, attempts, more["visible_at_ms"], vesting_ms, _, consumer, *_ = row
         if state is State.IN_FLIGHT:
             more |= {"lease_deadline_ms": vesting_ms, "consumer": consumer.decode()}
     else:

@@ -1143,7 +1143,8 @@ CASE :state::integer
 -- Live messages in a state, in the order of their ids. The metadata is looked up for each row: a join
 -- might be done by reading all.
 SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.lease_id IS NOT NULL, i.consumer,
-       i.claimed_at_ms, (SELECT m.metadata FROM messages m WHERE m.message_id = i.message_id)
+       i.claimed_at_ms, i.forgiven,
+       (SELECT m.metadata FROM messages m WHERE m.message_id = i.message_id)
 FROM items i
 WHERE i.queue = :queue AND i.message_id >= :begin AND i.message_id < :end AND {in_state}
 ORDER BY i.message_id LIMIT :count;
@@ -1635,6 +1636,11 @@ SELECT message_id, octet_length(payload) FROM messages
 WHERE message_id >= :begin AND message_id < :end
 ORDER BY message_id LIMIT :count;
 
+-- name: page_unheld
+-- Messages that no queue holds.
+SELECT message_id FROM messages WHERE refs = 0 AND message_id > :after
+ORDER BY message_id LIMIT :count;
+
 -- name: page_attempts
 -- Attempts that have ended.
 SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason FROM (
@@ -1689,3 +1695,99 @@ ORDER BY queue, zone LIMIT :count;
 -- The ring that new zones get a token of, the epoch of the pipeline that may assign, and who routes;
 -- they stay so until the commit.
 SELECT ring_size, ring_high, epoch, routing FROM instance FOR SHARE;
+
+-- === A copy of another store. Nobody else has this one open, so that nothing is locked.
+
+-- name: load_store
+-- Set the next id, the epoch and the totals of a store; make heads of logs that it lacks.
+WITH ids AS MATERIALIZED (
+    SELECT setval('message_ids', :end::bigint, false) AS next
+), more AS (
+    INSERT INTO log_heads (log, next_offset, specs_version, zones_version, filters_version,
+                           segment_ms, published, duplicates, unrouted)
+    SELECT each.log, CASE WHEN each.log < 0 THEN :never::bigint ELSE i.next END, 1, 1, 1, :segment_ms,
+           CASE WHEN each.log = 0 THEN :published::bigint ELSE 0 END,
+           CASE WHEN each.log = 0 THEN :duplicates::bigint ELSE 0 END,
+           CASE WHEN each.log = 0 THEN :unrouted::bigint ELSE 0 END
+    FROM ids i, generate_series(-1, :logs::bigint - 1) AS each (log)
+    ON CONFLICT (log) DO UPDATE
+    SET next_offset = excluded.next_offset, filters_version = 1, published = excluded.published,
+        duplicates = excluded.duplicates, unrouted = excluded.unrouted
+)
+UPDATE instance SET epoch = :epoch;
+
+-- name: load_totals
+-- Set the totals of a queue.
+UPDATE queue_counts
+SET enqueued_total = :enqueued_total, claimed_total = :claimed_total, acked_total = :acked_total,
+    released_total = :released_total, lease_expired_total = :lease_expired_total,
+    failed_total = :failed_total, redriven_total = :redriven_total,
+    removed_total = :removed_total, moved_in_total = :moved_in_total,
+    moved_out_total = :moved_out_total
+WHERE queue = :queue AND slot = 0;
+
+-- name: load_position
+-- Note how far the copy is.
+INSERT INTO requests VALUES (:token, :numbers::bigint[], :at_ms)
+ON CONFLICT (token) DO UPDATE SET message_ids = excluded.message_ids;
+
+-- name: find_position
+-- How far the copy is; requests of publishes have tokens of sixteen bytes.
+SELECT token, message_ids, at_ms FROM requests WHERE octet_length(token) > 16;
+
+-- name: end_load
+-- Let brokers open the store.
+WITH gone AS (DELETE FROM requests WHERE octet_length(token) > 16)
+UPDATE instance SET routing = :routing;
+
+-- name: load_segment
+-- Begin a segment of the log.
+WITH heads AS (UPDATE log_heads SET segment_ms = :start_ms)
+INSERT INTO log_segments
+SELECT coalesce((SELECT max(number) FROM log_segments), 0) + 1, :start_offset, :start_ms;
+
+-- name: load_log
+-- Write rows of the log.
+INSERT INTO log
+SELECT l.log, l.message_id, l.published_at_ms, l.metadata
+FROM unnest(:logs::bigint[], :message_ids::bigint[], :times::bigint[], :metadata::bytea[])
+    AS l (log, message_id, published_at_ms, metadata);
+
+-- name: load_messages
+-- Store messages for one queue more to hold.
+INSERT INTO messages
+SELECT m.message_id, 1, m.metadata, m.payload
+FROM unnest(:message_ids::bigint[], :metadata::bytea[], :payloads::bytea[])
+    AS m (message_id, metadata, payload)
+ON CONFLICT (message_id) DO UPDATE SET refs = messages.refs + 1;
+
+-- name: load_unheld
+-- Store messages that no queue holds; the log has their metadata.
+INSERT INTO messages
+SELECT m.message_id, 0, l.metadata, m.payload
+FROM unnest(:message_ids::bigint[], :payloads::bytea[]) AS m (message_id, payload)
+JOIN log l ON l.log = ANY (:logs::integer[]) AND l.message_id = m.message_id;
+
+-- name: load_forgiven
+-- Set how many attempts are forgiven.
+UPDATE items i SET forgiven = w.forgiven
+FROM unnest(:message_ids::bigint[], :forgiven::bigint[]) AS w (message_id, forgiven)
+WHERE i.queue = :queue AND i.message_id = w.message_id;
+
+-- name: load_attempts
+-- Write attempts that have ended.
+INSERT INTO attempts
+SELECT :queue, a.message_id, a.number, a.consumer, a.claimed_at_ms, a.ended_at_ms, a.ending,
+       a.reason, ''
+FROM unnest(:message_ids::bigint[], :numbers::bigint[], :claimed::bigint[], :consumers::bytea[],
+            :ended::bigint[], :endings::bigint[], :reasons::bytea[])
+    AS a (message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason);
+
+-- name: load_ended
+-- Write done or failed messages, with the last attempt of a done one.
+INSERT INTO ended
+SELECT :queue, :failed, e.sequence, e.message_id, e.ended_at_ms, e.attempts, e.reason, e.consumer,
+       e.claimed_at_ms, ''
+FROM unnest(:sequences::bigint[], :message_ids::bigint[], :ended::bigint[], :attempts::bigint[],
+            :reasons::bytea[], :consumers::bytea[], :claimed::bigint[])
+    AS e (sequence, message_id, ended_at_ms, attempts, reason, consumer, claimed_at_ms);

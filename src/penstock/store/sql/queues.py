@@ -53,7 +53,6 @@ class SqlQueues(SqlMove, SqlRouting):
 
     def create_queue(self, spec: QueueSpec, now_ms: int) -> None:
         """Add a queue, which takes messages from here on."""
-        database = self.database
 
         def work() -> None:
             end = self.lock_heads().end
@@ -61,18 +60,23 @@ class SqlQueues(SqlMove, SqlRouting):
                 # Another process was faster: the caller is to look at the queue.
                 raise FiltersChanged
             live = [Stretch(end, None, spec.filter)]
-            database.run(
-                "add_queue",
-                name=spec.name,
-                coverage=msgspec.msgpack.encode(Coverage(live, known_from=0)),
-                fifo=spec.ordering is Ordering.FIFO,
-                **_spec_columns(spec),
-                slots=SLOTS,
-                now_ms=now_ms,
-            )
+            self.add_queue(spec, Coverage(live, known_from=0), now_ms)
             self.changed(now_ms, filters_from=end)
 
         self.change_queues(work)
+
+    def add_queue(self, spec: QueueSpec, coverage: Coverage, now_ms: int) -> SqlQueue:
+        """Write a queue, in the caller's transaction."""
+        rows = self.database.run(
+            "add_queue",
+            name=spec.name,
+            coverage=msgspec.msgpack.encode(coverage),
+            fifo=spec.ordering is Ordering.FIFO,
+            **_spec_columns(spec),
+            slots=SLOTS,
+            now_ms=now_ms,
+        )
+        return SqlQueue(rows[0][0], spec, coverage)
 
     def update_queue(self, spec: QueueSpec, now_ms: int, *, from_offset: int | None = None) -> None:
         """Change settings; another filter counts from an offset on (the log's end)."""

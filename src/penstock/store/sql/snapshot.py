@@ -62,6 +62,7 @@ from penstock.store.sql.session import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from penstock.store.policy import Coverage
     from penstock.store.snapshot import LiveRow
     from penstock.store.sql.database import Database
     from penstock.store.sql.session import SqlSession
@@ -109,7 +110,8 @@ class SqlPinned:
         self.at_ms = at_ms
         self.store_id = f"{session.store_id:08x}"
         _, routing, _, _, epoch, encoded, _ = self._run("load_instance")[0]
-        settings = msgspec.msgpack.decode(encoded, type=LogSettings)
+        settings = self.log_settings = msgspec.msgpack.decode(encoded, type=LogSettings)
+        self.next_offset: int = head.next_id
         segments, cursors = self._run("load_segments"), self._run("load_cursors")
         self.log_stats = describe_log(routing, head, settings, segments, cursors, epoch)
         self.totals = store_stats_of(session, head)
@@ -167,6 +169,10 @@ class SqlPinned:
     def draining(self) -> set[str]:
         """The names of queues that take no more messages."""
         return {name for name, queue in self._queues.items() if queue.coverage.draining}
+
+    def coverage(self, queue: str) -> Coverage:
+        """Return which offsets of the log a queue was filled from."""
+        return self._queues[queue].coverage
 
     @cached_property
     def _counts(self) -> dict[int, Sequence[int]]:
@@ -252,7 +258,7 @@ class SqlPinned:
     def log_rows(self, log: int, begin: int, end: int) -> Iterator[list[tuple[int, bytes]]]:
         """Read messages (id, metadata) of [begin, end) of a log."""
         # Rows below the log are removed step by step.
-        begin, end = max(begin, self.log_stats.earliest), min(end, self.log_stats.end)
+        begin, end = max(begin, self.log_stats.earliest), min(end, self.next_offset)
         for rows in self._pages("read_log", begin, end, 1, log=log):
             yield [(row[0], row[1]) for row in rows]
 
@@ -290,20 +296,20 @@ class SqlPinned:
         number, begin, end = _numbers(keys)
         state = STATES[State.IN_FLIGHT] if keys.table == "held" else ANY_STATE
         now = {"state": state, "now_ms": self.at_ms}
-        for rows in self._pages("page_items", begin, end, 7, queue=number, **now):
+        for rows in self._pages("page_items", begin, end, 8, queue=number, **now):
             yield [self._live_row(row) for row in rows]
 
     def _live_row(self, row: tuple[Any, ...]) -> LiveRow:
-        message_id, attempts, visible_at_ms, vesting_ms, leased, consumer, claimed_at_ms, _ = row
+        message_id, attempts, visible_at_ms, vesting_ms, leased, consumer, claimed_at_ms = row[:7]
         # An empty record can't be decoded either.
-        about = row[-1] or b""
+        forgiven, about = row[7], row[8] or b""
         if leased and vesting_ms > self.at_ms:
             held = LeaseHolder(consumer.decode(), claimed_at_ms, vesting_ms)
-            return message_id, _IN_FLIGHT, attempts, visible_at_ms, held, about
+            return message_id, _IN_FLIGHT, attempts, visible_at_ms, held, about, forgiven
         state = _DELAYED if vesting_ms > self.at_ms else _AVAILABLE
         # A lease that is over, but not ended yet: the message waits since then.
         visible_at_ms = vesting_ms if leased else visible_at_ms
-        return message_id, state, attempts, visible_at_ms, None, about
+        return message_id, state, attempts, visible_at_ms, None, about, forgiven
 
     def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
         """Return the holder of each of some live messages."""
@@ -363,6 +369,13 @@ class SqlPinned:
                 )
                 held.update(row[0] for row in rows)
         return held
+
+    def unheld(self) -> Iterator[int]:
+        """Give the messages that no queue took and the log still has."""
+        after = 0
+        while rows := self._run("page_unheld", after=after, count=SIZE_ROWS):
+            yield from (row[0] for row in rows)
+            after = rows[-1][0]
 
 
 def _attempt(row: tuple[Any, ...]) -> tuple[int, int, AttemptRecord]:

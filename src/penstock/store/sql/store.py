@@ -27,6 +27,7 @@ from penstock.store.contract import Health, StoreDetails
 from penstock.store.policy import LogSettings, check_routing
 from penstock.store.sql.database import Database, read_sql
 from penstock.store.sql.inspect import SqlInspect
+from penstock.store.sql.load import SqlLoad
 from penstock.store.sql.location import without_password
 from penstock.store.sql.maintain import SqlMaintain
 from penstock.store.sql.session import row_lost
@@ -207,16 +208,13 @@ def _make_instance(database: Database, store_id: int, routing: str | None) -> No
             segment_ms=-(1 << 62),
         )
         rows = database.run("load_instance")
-    found = rows[0][1]
-    if found not in {"inline", "pipeline"}:
-        raise StoreMismatch(f"the store routes {found!r:.100}, which is not known")
-    check_routing("the store", found, routing)
+    check_routing("the store", rows[0][1], routing)
 
 
 # --- the store ------------------------------------------------------------------------------------
 
 
-class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
+class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots, SqlLoad):
     """A store on a SQL database.
 
     Its verbs are methods of the classes that it inherits from, each in the module of its kind.
