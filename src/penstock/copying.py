@@ -137,7 +137,9 @@ def _check_urls(source: str, target: str) -> None:
             f"{source!r:.200}: a server is copied through its Flight listener, by a key that may "
             "admin: grpc://HOST:8815, or grpc+tls://"
         )
-    if source.partition("?")[0] == target.partition("?")[0] and not source.startswith(_SQL):
+    # On SQL an option names the schema.
+    same_place = source.partition("?")[0] == target.partition("?")[0]
+    if source == target or (same_place and not source.startswith(_SQL)):
         raise InvalidUrl(f"source and target are the same store: {source!r:.200}")
 
 
@@ -152,7 +154,7 @@ def _open_source(
             # Imported here: it needs an extra.
             from penstock.flight.copies import ServedSource  # noqa: PLC0415
 
-            yield lambda _: ServedSource.hold(url)
+            yield lambda _at_ms: ServedSource.hold(url)
             return
         with _reading_source():
             if url.startswith(_SQL):
@@ -222,6 +224,7 @@ def _load(
         if number % SYNC_PAGES == 0:
             store.sync()
     store.sync()
+    told("copying", total, total)
 
 
 def _section_sums(pages: Iterable[CopyPage], start: CopyStart, told: Any) -> Iterator[Sums]:
@@ -283,6 +286,7 @@ def _verify(
                     raise _differs(f"{place}, {state}: {a[0]} rows of sum {a[1]:032x} in the source"
                                    f", {b[0]} of sum {b[1]:032x} in the target")  # fmt: skip
                 (found[queue] if queue else others)[state] = a[0]
+    told("verifying", total, total)
     return CopyReport(
         source_id=start.store_id,
         target_id=copied.store_id,

@@ -10,10 +10,40 @@ import penstock
 from penstock import Message, State
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+    from tests.sql.postgres import PostgresServer
+
     from penstock.broker.broker import Broker
 
+KINDS = {
+    "rocks-indexed": "rocksdb:{path}/{name}?design=indexed",
+    "rocks-buckets": "rocksdb:{path}/{name}?design=buckets",
+    "slate": "slatedb+file://{path}/{name}",
+    "sql": "",
+}
 # Long enough that no lease and no delay is over while a test runs.
 HOUR_MS = 3_600_000
+
+
+class Places:
+    """Makes URLs of stores that are not there."""
+
+    def __init__(self, path: Path, request: pytest.FixtureRequest) -> None:
+        self._path, self._request = path, request
+        self._databases: list[str] = []
+
+    def make(self, kind: str, name: str) -> str:
+        if kind != "sql":
+            return KINDS[kind].format(path=self._path, name=name)
+        server: PostgresServer = self._request.getfixturevalue("postgres")
+        self._databases.append(server.create())
+        return server.url(self._databases[-1])
+
+    def drop(self) -> None:
+        for name in self._databases:
+            self._request.getfixturevalue("postgres").drop(name)
 
 
 def fill(broker: Broker, *, many: int = 0) -> None:
@@ -50,6 +80,9 @@ def fill(broker: Broker, *, many: int = 0) -> None:
     # Its attempts are forgiven.
     broker.redrive("bad", message_ids=[failed[0].message_id])
     broker.move("bad", "copies", state=State.FAILED, message_ids=[failed[1].message_id])
+    # A backfill of this queue must pass over the messages that are there by a move.
+    broker.create_queue("late", filter="queue = 'orders'")
+    broker.move("orders", "late", state=State.AVAILABLE, limit=3)
     tried = broker.claim("orders", limit=2, lease_ms=HOUR_MS, consumer="busy")
     broker.release([tried[0].receipt], delay_ms=HOUR_MS, reason="later")
     broker.claim("lines", limit=1, lease_ms=HOUR_MS, consumer="busy too")
@@ -119,10 +152,16 @@ def _row(broker: Broker, entry: Any, copied_at_ms: int | None) -> tuple[Any, lis
 
 def _log(broker: Broker) -> tuple[Any, ...]:
     stats = broker.log_stats()
-    pages = [
-        broker.read_log(log, begin=stats.earliest, limit=10_000).records for log in stats.cursors
-    ]
-    records = sorted((each for page in pages for each in page), key=lambda each: each.message_id)
+    records = []
+    for log in stats.cursors:
+        at = stats.earliest
+        while at < stats.end:
+            page = broker.read_log(log, begin=at, limit=1_000)
+            records += page.records
+            if page.cursor.end == at:
+                break
+            at = page.cursor.end
+    records.sort(key=lambda each: each.message_id)
     about = {"routing": stats.routing, "earliest": stats.earliest, "epoch": stats.epoch}
     if stats.routing == "pipeline":
         about["routed_up_to"] = stats.routed_up_to

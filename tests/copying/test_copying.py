@@ -1,53 +1,24 @@
-"""``penstock copy`` between every two kinds of store."""
+"""``penstock copy`` between every two kinds of store: the copy is as the source was."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.copying.places import fill, show, work_off
+from tests.copying.places import HOUR_MS, KINDS, fill, show, work_off
 
 import penstock
+from penstock import Message, State
+from penstock.clock import ManualClock
 from penstock.copying import copy
+from penstock.server import in_process_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.sql.postgres import PostgresServer
-
-KINDS = {
-    "rocks-indexed": "rocksdb:{path}/{name}?design=indexed",
-    "rocks-buckets": "rocksdb:{path}/{name}?design=buckets",
-    "slate": "slatedb+file://{path}/{name}",
-    "sql": "",
-}
+    from tests.copying.places import Places
 
 
-class Places:
-    """Makes URLs of stores that are not there."""
-
-    def __init__(self, path: Path, request: pytest.FixtureRequest) -> None:
-        self._path, self._request = path, request
-        self._databases: list[str] = []
-
-    def make(self, kind: str, name: str) -> str:
-        if kind != "sql":
-            return KINDS[kind].format(path=self._path, name=name)
-        server: PostgresServer = self._request.getfixturevalue("postgres")
-        self._databases.append(server.create())
-        return server.url(self._databases[-1])
-
-    def drop(self) -> None:
-        for name in self._databases:
-            self._request.getfixturevalue("postgres").drop(name)
-
-
-@pytest.fixture
-def places(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Places]:
-    made = Places(tmp_path, request)
-    yield made
-    made.drop()
+def sorted_ids(found: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {queue: sorted(ids) for queue, ids in found.items()}
 
 
 @pytest.mark.parametrize("routing", ["inline", "pipeline"])
@@ -62,17 +33,114 @@ def test_a_copy_shows_what_the_source_shows(
     with penstock.open(source, background=False, routing=routing) as broker:  # type: ignore[arg-type]
         fill(broker)
     report = copy(source, target)
+    assert report.in_flight == 2
+    with penstock.open(target, background=False, create=False) as broker:
+        shown = show(broker)
+        assert broker.check().violations == []
+        assert broker.info().store_id == report.target_id != report.source_id
+        taken = work_off(broker)
     with penstock.open(source, background=False, create=False) as broker:
-        expected = show(broker, copied_at_ms=report.at_ms)
-        last = broker.publish([penstock.Message(b"")])[0]
+        assert shown == show(broker, copied_at_ms=report.at_ms)
+        expected = work_off(broker)
+    assert sorted_ids(taken) == sorted_ids(expected)
+    # The order of groups, of which one was in flight, is the same.
+    assert taken["lines"] == expected["lines"]
+
+
+@pytest.mark.parametrize("target_kind", KINDS)
+@pytest.mark.parametrize("source_kind", ["rocks-indexed", "sql"])
+def test_a_copy_goes_on_as_the_source_would(
+    places: Places, source_kind: str, target_kind: str
+) -> None:
+    source, target = places.make(source_kind, "source"), places.make(target_kind, "target")
+    clock = ManualClock(now_ms=1_900_000_000_000)
+    with penstock.open(source, background=False, clock=clock) as broker:
+        fill(broker)
+    report = copy(source, target, clock=clock)
+    clock.advance(report.at_ms - clock.now_ms() + 1)
+    ended: dict[str, Any] = {}
+    for url in (source, target):
+        with penstock.open(url, background=False, create=False, clock=clock) as broker:
+            # Nothing comes in twice, be it that a move had brought it in.
+            added = {queue.name: broker.backfill(queue.name).added for queue in broker.queues()}
+            assert added["orders"] == 0 < added["late"]
+            assert broker.move("bad", "copies", state=State.FAILED) == 4
+            last = max(entry.message_id for entry in broker.browse("lines", limit=1_000))
+            first = broker.publish([Message(b"new", {"queue": "orders", "price": 50})])[0]
+            assert first > last
+            assert broker.explain("copies", first).state is State.AVAILABLE
+            # What was in flight, and all delays, are over.
+            later = ManualClock(now_ms=clock.now_ms() + 2 * HOUR_MS)
+        with penstock.open(url, background=False, create=False, clock=later) as broker:
+            broker.sweep()
+            work_off(broker)
+            broker.sweep()
+            assert broker.check().violations == []
+            ended[url] = (
+                added,
+                {
+                    queue.name: sorted(
+                        (entry.message_id, entry.attempts)
+                        for entry in broker.browse(queue.name, state=State.DONE, limit=1_000)
+                        if entry.message_id != first
+                    )
+                    for queue in broker.queues()
+                },
+            )
+    assert ended[source] == ended[target]
+
+
+@pytest.mark.parametrize("target_kind", ["rocks-indexed", "sql"])
+@pytest.mark.parametrize("source_kind", ["rocks-buckets", "sql"])
+def test_a_log_of_several_parts_is_copied_as_far_as_it_is_kept(
+    places: Places, source_kind: str, target_kind: str
+) -> None:
+    source, target = places.make(source_kind, "source"), places.make(target_kind, "target")
+    clock = ManualClock()
+    with penstock.open(source, background=False, clock=clock, routing="pipeline") as broker:
+        broker.configure_log(logs=3, retention_ms=3 * HOUR_MS)
+        broker.create_queue("q")
+        for hour in range(6):
+            sent = [Message(b"%d" % n, {"queue": "q"}, group=f"g{n}") for n in range(20)]
+            broker.publish([*sent, Message(b"nowhere")])
+            if hour < 5:
+                penstock.route_once(broker)
+            clock.advance(HOUR_MS + 1)
+            broker.sweep()
+        before = broker.log_stats()
+        assert 1 < before.earliest < before.routed_up_to < before.end
+    copy(source, target, clock=clock)
+    with penstock.open(target, background=False, create=False, clock=clock) as broker:
+        after = broker.log_stats()
+        assert (after.earliest, after.routed_up_to) == (before.earliest, before.routed_up_to)
+        assert {log: after.cursors[log] for log in before.cursors} == before.cursors
+        while penstock.route_once(broker):
+            pass
+        assert broker.stats("q").available == 120
+        assert broker.check().violations == []
+        clock.advance(24 * HOUR_MS)
+        for _ in range(5):
+            broker.sweep()
+        assert broker.log_stats().earliest > before.earliest
+        assert broker.check().violations == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_is_copied_while_it_serves(places: Places, kind: str) -> None:
+    source, target = places.make(kind, "source"), places.make("rocks-indexed", "target")
+    with penstock.open(source, background=False) as broker:
+        fill(broker)
+        with in_process_server(broker) as listener:
+            told: list[Any] = []
+
+            def publish(*step: Any) -> None:
+                # After the snapshot: it is not in the copy.
+                told.append(step)
+                broker.publish([Message(b"later", {"queue": "orders"})])
+
+            expected = show(broker)
+            report = copy(listener.location, target, progress=publish)
+    assert told
     with penstock.open(target, background=False, create=False) as broker:
         assert broker.check().violations == []
-        assert show(broker) == expected
-        # Ids go on where those of the source do.
-        assert broker.publish([penstock.Message(b"")])[0] <= last
-        assert broker.info().store_id == report.target_id != report.source_id
-        done = work_off(broker)
-        broker.sweep()
-        assert broker.check().violations == []
-    assert set(done) >= {"orders", "copies", "dead"}
-    assert report.in_flight == 2
+        assert len(show(broker)["log"][1]) == len(expected["log"][1]) == report.log

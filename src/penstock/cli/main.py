@@ -66,6 +66,10 @@ SECTIONS: Final = {
         "restore": ("backup", "Make a store of a backup."),
         "check": ("store", "Read the whole store and hold it to its invariants."),
         "salvage": ("store", "Read what can be read of the damaged STORE into a new one, TARGET."),
+        "copy": (
+            "store",
+            "Bring everything of the store SOURCE into a new one, TARGET, and compare the two.",
+        ),
         "sweep": ("messages", "Do what is due: expiry, delays, retention."),
         "cluster": ("store", "Look at a store on a SQL database, and change its ring."),
     },
@@ -121,6 +125,7 @@ EXAMPLES: Final = {
     "restore": "penstock restore s3://backups/main monday --to ./data",
     "check": "penstock check --url rocksdb:./data",
     "salvage": "penstock salvage rocksdb:./data rocksdb:./new",
+    "copy": "penstock copy rocksdb:./data postgresql://penstock@db/penstock",
     "sweep": "penstock sweep",
     "cluster status": "penstock cluster status --url postgresql://penstock@db/penstock",
     "cluster resize": "penstock cluster resize 16 --wait",

@@ -16,12 +16,15 @@ from penstock.cli import common
 from penstock.cli.common import duration
 from penstock.cli.opening import need_store, open_store, open_to_look
 from penstock.clock import SystemClock
+from penstock.copying import copy
 from penstock.errors import PenstockError, needs_extra
 from penstock.limits import MAX_LOG_LIMIT, MAX_RING_SIZE
 from penstock.salvage import SalvageReport, salvage
 from penstock.store.sql.location import parse_sql
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.broker.broker import Broker
     from penstock.broker.reader import Reader
     from penstock.store.sql.inspect import ClusterStatus
@@ -301,6 +304,60 @@ def _ranges(ranges: list[tuple[int, int]]) -> str:
     shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:MAX_RANGES]]
     more = len(ranges) - len(shown)
     return ", ".join(shown) + (f" and {more} more ranges" if more else "")
+
+
+# --- copy -----------------------------------------------------------------------------------------
+
+
+@click.command("copy")
+@click.argument("source")
+@click.argument("target")
+@common.json_option
+def copy_command(source: str, target: str) -> None:
+    """Bring everything of the store SOURCE into a new one, TARGET, and compare the two.
+
+    Both are URLs, such as rocksdb:./data and postgresql://db/penstock; SOURCE may be the Flight
+    listener of a server, grpc://HOST:8815. The same command again goes on after an interruption.
+    """
+    try:
+        with common.progress_bar("copying") as bar:
+            report = copy(source, target, progress=_copy_progress(bar))
+    except KeyboardInterrupt:
+        raise click.ClickException(
+            "interrupted: the same command goes on where this one was"
+        ) from None
+    if common.wants_json():
+        common.emit_json(common.plain(report))
+        return
+    rows = [(each.name, *(each.messages[state] for state in common.STATES))
+            for each in report.queues]  # fmt: skip
+    columns = ("queue", *(f":{state}" for state in common.STATES))
+    common.show_table(columns, rows, empty="no queues")
+    if report.in_flight:
+        click.echo(
+            f"{report.in_flight} messages were in flight; they are delayed until their leases' end"
+        )
+    click.echo(
+        f"store {report.target_id} has everything that store {report.source_id} had at "
+        f"{common.when(report.at_ms)}: {sum(sum(row[1:]) for row in rows):,} messages in queues, "
+        f"{report.log:,} in the log; counts and checksums agree"
+    )
+
+
+def _copy_progress(bar: Callable[[int, int], None] | None) -> Callable[[str, int, int], None]:
+    """Draw a bar; without a terminal, write a line whenever a tenth more is done."""
+    last = ("", -1)
+
+    def told(text: str, done: int, total: int) -> None:
+        nonlocal last
+        if bar is not None:
+            # Copying and verifying are half of the work each.
+            bar(done + total * (text == "verifying"), 2 * total)
+        elif (text, done * 10 // max(1, total)) != last:
+            last = (text, done * 10 // max(1, total))
+            click.echo(f"{text}: {done:,} of about {total:,} rows", err=True)
+
+    return told
 
 
 # --- stores on a SQL database: tokens, zones and the ring -----------------------------------------

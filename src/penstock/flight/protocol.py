@@ -105,6 +105,19 @@ class LogTicket(_Command, tag_field="table", tag="log"):
     where: str | None = None
 
 
+class CopyTicket(_Command, tag_field="table", tag="copy"):
+    """DoGet: a whole store as parts of a copy (:mod:`penstock.store.transfer`), MessagePack each.
+
+    Of a snapshot that ``hold_snapshot`` has taken. The first part is the start; pages follow, from
+    a row of a section on, unless ``section`` is None. ``at_ms``: when the copy was begun.
+    """
+
+    snapshot: str
+    section: int | None = None
+    rows: int = 0
+    at_ms: int | None = None
+
+
 class HistoryStretch(_Command):
     """[begin, end) of the done or failed messages of a queue that was made at a time.
 

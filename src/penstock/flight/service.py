@@ -23,6 +23,7 @@ import pyarrow.flight as fl
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.flight import protocol
+from penstock.flight.copies import COPY_SCHEMA, copy_batches
 from penstock.flight.guard import AcceptedHandshakes, FlightCall, FlightGuard
 from penstock.flight.history import check_stretches, ends_of, pieces_of
 from penstock.flight.protocol import ACTIONS, PUTS, decode, describe, encode
@@ -56,7 +57,11 @@ log = logging.getLogger(__name__)
 
 _READ: Final = ("consume", "admin")
 _TICKETS: Final = (
-    protocol.SnapshotTicket | protocol.ActionTicket | protocol.LogTicket | protocol.HistoryTicket
+    protocol.SnapshotTicket
+    | protocol.ActionTicket
+    | protocol.LogTicket
+    | protocol.HistoryTicket
+    | protocol.CopyTicket
 )
 # The command of a snapshot that was made for one table.
 _ALONE: Final = b""
@@ -218,6 +223,10 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                 return self._read_once(
                     wanted, lambda pinned: [[*pieces_of(pinned, wanted.stretches)]], principal
                 )
+            if isinstance(wanted, protocol.CopyTicket):
+                principal.check("admin")
+                self._owned(self.snapshots.find(wanted.snapshot), principal)
+                return fl.GeneratorStream(COPY_SCHEMA, self._copy(wanted))
             snapshot, table = self._found(wanted, principal)
             # Again: the key may be allowed less than when it asked.
             _check_read(principal, table.queues)
@@ -292,6 +301,12 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             finally:
                 if temporary:
                     self.snapshots.drop(name)
+
+    def _copy(self, wanted: protocol.CopyTicket) -> Iterator[pa.RecordBatch]:
+        with translated(), self.snapshots.reading(wanted.snapshot, None) as snapshot:
+            batches = copy_batches(snapshot.pinned, wanted)
+            while (batch := next_batch(batches)) is not None:
+                yield batch
 
     # --- writing -------------------------------------------------------------------------
 

@@ -323,15 +323,20 @@ class Snapshots:
 
     @contextmanager
     def reading(
-        self, name: str, table: TableParts, part: int, queues: Sequence[str] | None = None
+        self,
+        name: str,
+        table: TableParts | None,
+        part: int = 0,
+        queues: Sequence[str] | None = None,
     ) -> Iterator[Snapshot]:
-        """Use a part of a snapshot (of some queues), which does not expire meanwhile."""
+        """Use a part of a table (of some queues), or a whole snapshot, which does not expire."""
         with self._lock:
             snapshot = self._find(name)
             snapshot.readers += 1
         try:
             yield snapshot
-            table.seen(part, queues)
+            if table is not None:
+                table.seen(part, queues)
         finally:
             with self._lock:
                 snapshot.readers -= 1

@@ -87,7 +87,8 @@ class CopyStart(msgspec.Struct, tag="start"):
 
     def section_rows(self) -> Iterator[int]:
         """Give about how many rows each section has; of queues, as their counters say."""
-        yield self.end - self.earliest
+        # Offsets have gaps.
+        yield min(self.end - self.earliest, self.published)
         for queue in self.queues:
             yield from queue.depths.values()
         yield 0
