@@ -14,7 +14,7 @@ import msgspec
 from penstock import limits
 from penstock.broker.inspect import StoreReader
 from penstock.clock import TimeGuard
-from penstock.errors import QueueNotFound
+from penstock.errors import QueueNotFound, StoreDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,9 +68,21 @@ class Reader(StoreReader):
     def pin_at(self, at_ms: int | None) -> PinnedStore:
         """Give all rows as of a time (None: now), and the end of the log as its next owner has it.
 
-        That is behind every id that the owner may have given out.
+        That is behind every id that the owner may have given out. StoreDamaged if a record that
+        was read on the way can't be decoded: it would be missing without a word.
         """
-        return self._look(lambda now_ms: self._store.pin(at_ms or now_ms, stats=True))
+        store = self._store
+
+        def pin(now_ms: int) -> PinnedStore:
+            known = store.store_stats().quarantined_total - store.has_aside
+            pinned = store.pin(at_ms or now_ms, stats=True)
+            found = store.store_stats().quarantined_total - known
+            if found:
+                pinned.close()
+                raise StoreDamaged(f"{found} records can't be read")
+            return pinned
+
+        return self._look(pin)
 
     def close(self) -> None:
         """Let go of the store."""

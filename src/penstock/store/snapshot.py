@@ -73,6 +73,8 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
     at_ms: int
     # Whether the sequence numbers of a queue's done and failed messages are in the order of time.
     ordered: bool
+    # How many records could not be read, and were left out.
+    left_out: int
     # The id that the next message gets: above every one in the snapshot.
     next_offset: int
     log_stats: LogStats

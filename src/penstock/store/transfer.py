@@ -200,6 +200,9 @@ def read_pages(
             rows += len(page)
             page.section, page.rows = number, rows
             yield page
+        if pinned.left_out:
+            place = f"{table} of queue {queue}" if queue else "the log"
+            raise StoreDamaged(f"{pinned.left_out} records of {place} can't be read")
 
 
 def _log_pages(pinned: PinnedStore, start: CopyStart, skip: int) -> Iterator[CopyPage]:
@@ -258,12 +261,14 @@ def _message_pages(
         asked = [(message.message_id, message.attempts) for message in page if message.attempts]
         for message_id, number, record in pinned.attempts_at(queue, asked) if asked else ():
             tried.setdefault(message_id, []).append((number, record))
+        # New ones: those of the page are in a list of many, which must not hold all payloads.
+        messages = []
         for message, payload in zip(page, payloads, strict=True):
             if payload is None:
                 raise StoreDamaged(f"message {message.message_id} of queue {queue} has no payload")
-            message.payload = payload
-            message.history = [*tried.get(message.message_id, ()), *message.history]
-        yield CopyPage(0, 0, table, queue, messages=page)
+            history = [*tried.get(message.message_id, ()), *message.history]
+            messages.append(msgspec.structs.replace(message, payload=payload, history=history))
+        yield CopyPage(0, 0, table, queue, messages=messages)
 
 
 def _live(pinned: PinnedStore, queue: str, at_ms: int) -> Iterator[CopiedMessage]:

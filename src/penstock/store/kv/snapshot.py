@@ -79,7 +79,7 @@ class Pinned(AbstractContextManager["Pinned"]):
         self._view = view
         self._lock = threading.Lock()
         self._closed = False
-        self._left_out = 0
+        self.left_out = 0
         self.identity = identity
         self.at_ms = at_ms
         self.log_stats = log
@@ -222,7 +222,7 @@ class Pinned(AbstractContextManager["Pinned"]):
 
     def _leave_out(self, table: str, key: bytes, value: bytes, why: str) -> bool:  # noqa: ARG002
         log_.warning("left out a record of %s, key %s: %s", table, key.hex(), why)
-        self._left_out += 1
+        self.left_out += 1
         return False
 
     # --- ranges of keys --------------------------------------------------------------------
@@ -427,7 +427,7 @@ class Pinned(AbstractContextManager["Pinned"]):
         Raises CorruptRecord if a record does not decode: what it holds can't be known.
         """
         held: set[int] = set()
-        before = self._left_out
+        before = self.left_out
         for queue in self._queues:
             for keys in self.cut("active", queue, 1):
                 for live in self.live_rows(keys):
@@ -436,9 +436,9 @@ class Pinned(AbstractContextManager["Pinned"]):
                 for keys in self.cut(state.value, queue, 1):
                     for _, ended in self.ended_rows(state, keys):
                         held.update(message_ids.intersection(row[0] for row in ended))
-        if self._left_out > before:
+        if self.left_out > before:
             raise CorruptRecord(
-                f"{self._left_out - before} records can't be read (the log names them), so that "
+                f"{self.left_out - before} records can't be read (the log names them), so that "
                 "nobody knows which messages they hold"
             )
         return held

@@ -92,6 +92,7 @@ class SqlPinned:
 
     # Processes give out numbers side by side, to done and failed messages together.
     ordered = False
+    left_out = 0
 
     def __init__(
         self,
