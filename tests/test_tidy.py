@@ -92,6 +92,7 @@ LAYERS = {
     "urls": {*GROUND, "broker", "client", "clock", "engines", "store", "tracing"},
     "readers": {*GROUND, "broker", "clock", "engines", "urls"},
     "salvage": {*GROUND, "clock", "engines", "filters", "readers", "store", "urls"},
+    "copying": {*GROUND, "clock", "flight.copies", "readers", "store", "urls"},
     "worker": {
         *GROUND,
         *("broker", "client", "clock", "store.policy", "tracing", "urls", "validation"),
@@ -114,8 +115,8 @@ LAYERS = {
     },
     "cli": {
         *GROUND,
-        *("__init__", "addresses", "broker", "client", "clock", "filters", "flight", "importers"),
-        *("engines.places", "salvage", "server", "spark", "store", "urls", "worker"),
+        *("__init__", "addresses", "broker", "client", "clock", "copying", "filters", "flight"),
+        *("engines.places", "importers", "salvage", "server", "spark", "store", "urls", "worker"),
     },
     "integrations": set(),
     "integrations.django": {"__init__", "integrations.opening", "model", "urls"},

@@ -18,6 +18,7 @@ from penstock.clock import Clock, SystemClock
 from penstock.errors import CorruptRecord, InvalidUrl, StoreDamaged, StoreMismatch
 from penstock.model import State
 from penstock.readers import open_copy, open_reader
+from penstock.store.kv.load import KvLoader
 from penstock.store.policy import COPYING
 from penstock.store.transfer import CopyEnd, Sums, read_pages, read_start
 from penstock.urls import make_store, open_engine, open_sql, parse_url
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.store.contract import FullStore
     from penstock.store.snapshot import PinnedStore
-    from penstock.store.transfer import CopyPage, CopyProgress, CopyStart
+    from penstock.store.transfer import CopyLoader, CopyPage, CopyProgress, CopyStart
 
 __all__ = ["CopiedQueue", "CopyReport", "copy"]
 
@@ -45,7 +46,7 @@ class CopiedQueue(msgspec.Struct, frozen=True):
 
 
 class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a copy has brought over: all of it was compared with the source.
+    """The messages that a copy has brought over, after they were compared with the source.
 
     ``resumed``: an earlier call had begun it. ``in_flight`` counts messages that a lease of the
     source held at ``at_ms``; in the target they are delayed until its deadline.
@@ -98,13 +99,14 @@ def copy(
     with ExitStack() as opened:
         # Reasons not to open the source are found before a target is made.
         pin = opened.enter_context(_open_source(source, clock))
-        store = opened.enter_context(closing(_open_target(target, clock)))
-        position = store.load_copy(None)
+        store, loader = _open_target(target, clock)
+        opened.enter_context(closing(store))
+        position = loader.load(None)
         resumed = position is not None
         with _reading_source():
             reading = opened.enter_context(pin(None if position is None else position.at_ms))
         if position is None:
-            position = store.load_copy(reading.start)
+            position = loader.load(reading.start)
         assert position is not None
         if position.fingerprint != reading.start.fingerprint():
             raise StoreMismatch(
@@ -113,9 +115,9 @@ def copy(
                 "on the source"
             )
         reading.start.at_ms = position.at_ms
-        _load(reading, store, position, told)
+        _load(reading, store, loader, position, told)
         report = _verify(reading, store, told, resumed=resumed)
-        store.load_copy(CopyEnd(reading.start.routing))
+        loader.load(CopyEnd(reading.start.routing))
         store.sync()
     return report
 
@@ -175,16 +177,21 @@ def _open_source(
         yield pin
 
 
-def _open_target(url: str, clock: Clock) -> FullStore:
+def _open_target(url: str, clock: Clock) -> tuple[FullStore, CopyLoader]:
     """Open a store that is being copied to, or make it where nothing is."""
     if url.startswith(_SQL):
-        return open_sql(url, clock, COPYING, create=True)
+        sql = open_sql(url, clock, COPYING, create=True)
+        # Imported here: it needs an extra.
+        from penstock.store.sql.load import SqlLoader  # noqa: PLC0415
+
+        return sql, SqlLoader(sql)
     engine, design = open_engine(parse_url(url), COPYING, create=True)
     try:
-        return make_store(engine, design, clock, COPYING)
+        store = make_store(engine, design, clock, COPYING)
     except BaseException:
         engine.close()
         raise
+    return store, KvLoader(store)
 
 
 @contextmanager
@@ -209,6 +216,7 @@ def _pages(source: CopySource, section: int, rows: int) -> Iterator[CopyPage]:
 def _load(
     source: CopySource,
     store: FullStore,
+    loader: CopyLoader,
     position: CopyProgress,
     told: Callable[[str, int, int], None],
 ) -> None:
@@ -218,7 +226,7 @@ def _load(
         log, *queues = source.start.section_rows()
         done += log + sum(queues[: position.section - 1])
     for number, page in enumerate(_pages(source, position.section, position.rows), 1):
-        store.load_copy(page)
+        loader.load(page)
         done += len(page)
         told("copying", min(done, total), total)
         if number % SYNC_PAGES == 0:

@@ -20,8 +20,8 @@ from penstock.cli.main import cli
 from penstock.copying import copy
 from penstock.errors import DiskFull, PenstockError, StoreDamaged, StoreMismatch
 from penstock.store import transfer
-from penstock.store.kv.store import KvStore
-from penstock.store.sql.store import SqlStore
+from penstock.store.kv.load import KvLoader
+from penstock.store.sql.load import SqlLoader
 from penstock.store.transfer import CopyPage
 from penstock.urls import open_engine, parse_url
 
@@ -137,17 +137,17 @@ def test_a_store_that_a_process_has_open_is_not_read(places: Places) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[CopyPage], object]) -> None:
     """Have a store load other messages than it is given."""
-    for kind in (KvStore, SqlStore):
+    for kind in (KvLoader, SqlLoader):
         load = kind._load_messages
 
-        def spoiled(store: Any, *given: Any, load: Any = load) -> None:
+        def spoiled(loader: Any, *given: Any, load: Any = load) -> None:
             change(next(each for each in given if isinstance(each, CopyPage)))
-            load(store, *given)
+            load(loader, *given)
 
         monkeypatch.setattr(kind, "_load_messages", spoiled)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["rocks-indexed", "sql"])
 @pytest.mark.parametrize(
     ("queue", "table", "state"),
     [("bad", "active", "available"), ("copies", "done", "done"), ("bad", "failed", "failed")],
@@ -227,19 +227,18 @@ def test_a_copy_holds_a_page_at_a_time(places: Places) -> None:
     source, target = places.make("rocks-indexed", "source"), places.make("rocks-buckets", "target")
     with penstock.open(source, background=False) as broker:
         broker.create_queue("q", filter="true")
-        for _ in range(64):
+        for _ in range(40):
             broker.publish([Message(bytes(1 << 20))])
-        for _ in range(10):
-            broker.publish([Message(b"small")] * 1_000)
+        broker.publish([Message(b"small")] * 1_000)
     tracemalloc.start()
     try:
         report = copy(source, target)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert report.queues[0].messages[State.AVAILABLE] == 10_064
-    # 64 MiB were copied; two stores are read in pages of 4 MiB.
-    assert peak < 32 << 20
+    assert report.queues[0].messages[State.AVAILABLE] == 1_040
+    # 40 MiB were copied; two stores are read in pages of 4 MiB.
+    assert peak < 24 << 20
 
 
 def test_pages_have_bounds(places: Places) -> None:
@@ -247,8 +246,8 @@ def test_pages_have_bounds(places: Places) -> None:
     with penstock.open(source, background=False) as broker:
         broker.create_queue("q", filter="true", max_attempts=1_000, backoff_base_ms=0)
         broker.publish([Message(b"x" * (1 << 20)) for _ in range(9)])
-        broker.publish([Message(b"", group=str(n)) for n in range(1_200)])
-        for _ in range(20):
+        broker.publish([Message(b"", group=str(n % 7)) for n in range(1_200)])
+        for _ in range(11):
             broker.release([each.receipt for each in broker.claim("q", limit=1_000)], delay_ms=0)
         with broker.view(stats=True) as pinned:
             pages = list(transfer.read_pages(pinned, transfer.read_start(pinned)))
@@ -266,7 +265,7 @@ def test_the_command_says_what_it_does(places: Places) -> None:
         fill(broker)
     ended = CliRunner().invoke(cli, ["copy", source, target])
     assert ended.exit_code == 0, ended.output
-    assert "2 messages were in flight" in ended.output
+    assert "2 messages were in flight: each is delayed" in ended.output
     assert "counts and checksums agree" in ended.output
     assert "copying: " in ended.output
     again = CliRunner().invoke(cli, ["copy", source, target])

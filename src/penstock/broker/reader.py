@@ -36,6 +36,8 @@ class Reader(StoreReader):
         self._clock = clock
         self._guard = TimeGuard(store.info().time_floor_ms)
         self._lock = threading.Lock()
+        # Records that can't be decoded and were put aside before this reader was opened.
+        self._put_aside = store.store_stats().quarantined_total - store.has_aside
 
     def __enter__(self) -> Self:
         return self
@@ -74,9 +76,8 @@ class Reader(StoreReader):
         store = self._store
 
         def pin(now_ms: int) -> PinnedStore:
-            known = store.store_stats().quarantined_total - store.has_aside
             pinned = store.pin(at_ms or now_ms, stats=True)
-            found = store.store_stats().quarantined_total - known
+            found = store.store_stats().quarantined_total - self._put_aside
             if found:
                 pinned.close()
                 raise StoreDamaged(f"{found} records can't be read")

@@ -335,12 +335,13 @@ def copy_command(source: str, target: str) -> None:
     common.show_table(columns, rows, empty="no queues")
     if report.in_flight:
         click.echo(
-            f"{report.in_flight} messages were in flight; they are delayed until their leases' end"
+            f"{report.in_flight} messages were in flight: each is delayed until its lease would end"
         )
+    count = sum(sum(each.messages.values()) for each in report.queues)
     click.echo(
         f"store {report.target_id} has everything that store {report.source_id} had at "
-        f"{common.when(report.at_ms)}: {sum(sum(row[1:]) for row in rows):,} messages in queues, "
-        f"{report.log:,} in the log; counts and checksums agree"
+        f"{common.when(report.at_ms)}: {count:,} messages in queues, {report.log:,} in the log; "
+        "counts and checksums agree"
     )
 
 

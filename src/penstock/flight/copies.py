@@ -46,7 +46,7 @@ class ServedSource:
     @classmethod
     @contextmanager
     def hold(cls, location: str) -> Iterator[ServedSource]:
-        """Have a server hold a snapshot meanwhile."""
+        """Ask a server to hold a snapshot meanwhile."""
         # Imported here: the service has no client.
         from penstock.flight.client import FlightStore  # noqa: PLC0415
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from penstock.store.codec.claimed import ClaimedMessages
     from penstock.store.codec.metadata import Metadata
     from penstock.store.snapshot import PinnedStore
-    from penstock.store.transfer import CopyPart, CopyProgress
 
 
 class FiltersChanged(PenstockError):
@@ -362,13 +361,6 @@ class BulkStore(Protocol):
         Done and failed messages that come later have higher sequence numbers than those in the
         snapshot, so that its reader may trim up to the highest. ``marks=False``: they may have
         lower ones, which is cheaper where processes share a store.
-        """
-
-    def load_copy(self, part: CopyPart | None) -> CopyProgress | None:
-        """Write a part of a copy with the position behind it; return the position.
-
-        Of a store whose routing is ``copying``: first a start, then pages in their order, then the
-        end, after which it routes as the source does. None writes nothing.
         """
 
     def purge(

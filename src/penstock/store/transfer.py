@@ -17,7 +17,7 @@ from hashlib import blake2b
 from heapq import merge
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -147,6 +147,16 @@ class CopyProgress(msgspec.Struct, array_like=True):
 
 
 CopyPart: TypeAlias = CopyStart | CopyPage | CopyEnd
+
+
+class CopyLoader(Protocol):
+    """Writes a copy into a new store: first a start, then pages in their order, then the end."""
+
+    def load(self, part: CopyPart | None) -> CopyProgress | None:
+        """Write a part and the position behind it in one commit; return the position.
+
+        None writes nothing. After the end there is no position.
+        """
 
 
 # --- reading --------------------------------------------------------------------------------------

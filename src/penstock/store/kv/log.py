@@ -35,7 +35,7 @@ from penstock.store.kv.tables import FirstKeys, pages_of
 from penstock.store.policy import SEGMENT_MS, LogSettings, logs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from penstock.engines import Batch, Table
@@ -144,8 +144,12 @@ class MetadataLog:
         routes: Sequence[Sequence[str]] | None,
         fifo: AbstractSet[str],
         now_ms: int,
+        into: Sequence[int] | None = None,
     ) -> None:
-        """Append the messages (id, metadata) of one publish in the order of their ids."""
+        """Append the messages (id, metadata) of one publish in the order of their ids.
+
+        ``into``: the log of each, whatever its group and its route.
+        """
         segments = self.segments
         if segments and now_ms - segments[-1].start_ms < SEGMENT_MS:
             segment = segments[-1]
@@ -153,21 +157,13 @@ class MetadataLog:
             segment = self.roll(batch, rows[0][0], now_ms)
         logs = self.settings.changes[-1][1]
         spread: dict[int, Sequence[tuple[int, bytes]]] = {0: rows}
-        if logs > 1:
+        if logs > 1 or into is not None:
             parts: dict[int, list[tuple[int, bytes]]] = {}
             self._turn += 1
-            for row, log in zip(rows, logs_of(groups, routes, fifo, logs, self._turn), strict=True):
+            chosen = into or logs_of(groups, routes, fifo, logs, self._turn)
+            for row, log in zip(rows, chosen, strict=True):
                 parts.setdefault(log, []).append(row)
             spread = {**parts}
-        self.put_rows(batch, segment, spread)
-
-    def put_rows(
-        self,
-        batch: Batch,
-        segment: Segment,
-        spread: Mapping[int, Sequence[tuple[int, bytes]]],
-    ) -> None:
-        """Write messages (id, metadata), by log, into the newest segment."""
         family = self._table.family
         for log, part in spread.items():
             prefix = self._prefixes.get(log)

@@ -156,7 +156,7 @@ class RoutingVerbs(PublishVerbs):
         """Fence every pipeline that took an epoch before; return the new one."""
         epoch = self.epoch() + 1
         batch = self.begin()
-        self._put_epoch(batch, epoch)
+        self.put_epoch(batch, epoch)
         self.commit(batch, (), now_ms)
         return epoch
 
@@ -229,18 +229,19 @@ class RoutingVerbs(PublishVerbs):
             settings.changes.append((self.log.end, logs))
         if self.identity.routing == "pipeline":
             # A log that was not there before holds nothing to be tailed.
-            self._put_cursors(batch, dict.fromkeys(range(known, logs), self.log.end))
+            self.put_cursors(batch, dict.fromkeys(range(known, logs), self.log.end))
         if routing is not None:
             self._switch(batch, routing)
         self.log.put_settings(batch, settings)
         self.commit(batch, (), now_ms)
 
-    def _put_cursors(self, batch: Batch, cursors: Mapping[int, int]) -> None:
+    def put_cursors(self, batch: Batch, cursors: Mapping[int, int]) -> None:
         """Set the cursors of logs."""
         for log, offset in cursors.items():
             batch.put(_cursor_key(log), offset.to_bytes(8, "big"), self.system.family)
 
-    def _put_epoch(self, batch: Batch, epoch: int) -> None:
+    def put_epoch(self, batch: Batch, epoch: int) -> None:
+        """Set the epoch of the pipeline that may assign."""
         batch.put(_EPOCH, epoch.to_bytes(8, "big"), self.system.family)
 
     def _switch(self, batch: Batch, routing: str) -> None:
@@ -248,12 +249,12 @@ class RoutingVerbs(PublishVerbs):
         logs = range(self.log.all_logs)
         if routing == "pipeline":
             # Nothing in them is left to be tailed.
-            self._put_cursors(batch, dict.fromkeys(logs, self.log.end))
+            self.put_cursors(batch, dict.fromkeys(logs, self.log.end))
         else:
             # Only a store that is tailed has cursors: salvage tells by them, if it must.
             for log in logs:
                 batch.delete(_cursor_key(log), self.system.family)
-        self._put_epoch(batch, self.epoch() + 1)
+        self.put_epoch(batch, self.epoch() + 1)
         self.put_routing(batch, routing)
 
     def _route_rest(self, now_ms: int) -> None:

@@ -10,7 +10,6 @@ module of its kind, in a subclass of :class:`~penstock.store.kv.state.Core`::
     routing   the metadata log: read, assign, fill
     maintain  sweep, purge, collect; create, change and delete queues
     inspect   browse, attempts, stats
-    load      load_copy
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from penstock.limits import MAX_VIEWS
 from penstock.store.contract import Health, LiveQueue, StoreDetails
 from penstock.store.kv.claim import ClaimVerbs
 from penstock.store.kv.inspect import InspectVerbs
-from penstock.store.kv.load import LoadVerbs
 from penstock.store.kv.move import ALL
 from penstock.store.kv.state import verb
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.store.kv.snapshot import Pinned
 
 
-class KvStore(ClaimVerbs, InspectVerbs, LoadVerbs):
+class KvStore(ClaimVerbs, InspectVerbs):
     """A store on a key-value engine."""
 
     # One writer: verbs of several threads would only wait for each other.

@@ -1,4 +1,4 @@
-"""A store is loaded from pages of another: ``load_copy``.
+"""A store is loaded from pages of another.
 
 The position is a row of ``requests`` whose token is longer than that of a publish.
 """
@@ -13,7 +13,6 @@ from penstock.store.codec.metadata import decode_heads
 from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql.database import columns
 from penstock.store.sql.publish import Items
-from penstock.store.sql.queues import SqlQueues
 from penstock.store.sql.session import EACH_MS, SLOTS
 from penstock.store.sql.zones import NEVER_MS
 from penstock.store.transfer import CopyEnd, CopyPage, CopyProgress, CopyStart
@@ -23,54 +22,59 @@ if TYPE_CHECKING:
 
     from penstock.store.codec.records import AttemptRecord
     from penstock.store.sql.session import SqlQueue
+    from penstock.store.sql.store import SqlStore
     from penstock.store.transfer import CopiedMessage, CopyPart
 
 _TOKEN: Final = b"copy\0"
 _ACKED: Final = 0
 
 
-class SqlLoad(SqlQueues):
-    """``load_copy``."""
+class SqlLoader:
+    """Loads a store whose routing is ``copying``; nobody else works on it."""
 
-    def load_copy(self, part: CopyPart | None) -> CopyProgress | None:
+    def __init__(self, store: SqlStore) -> None:
+        self._store = store
+        self._run = store.database.run
+
+    def load(self, part: CopyPart | None) -> CopyProgress | None:
         """Write a part of a copy with the position behind it; return the position."""
+        store = self._store
         progress = None
-        for token, numbers, at_ms in self.database.ask("find_position"):
+        for token, numbers, at_ms in store.database.ask("find_position"):
             progress = CopyProgress(token.removeprefix(_TOKEN), at_ms, *numbers)
         if part is None:
             return progress
         if isinstance(part, CopyStart):
             progress = CopyProgress(part.fingerprint(), part.at_ms, 0, 0)
-            self.change(lambda: self._begin_load(part, progress))
-            self.reload()
+            store.change(lambda: self._begin(part, progress))
+            store.reload()
             return progress
         assert progress is not None
         if isinstance(part, CopyEnd):
-            self.change(lambda: self.database.run("end_load", routing=part.routing))
-            self.reload()
+            store.change(lambda: self._run("end_load", routing=part.routing))
+            store.reload()
             return None
         progress.section, progress.rows = part.section, part.rows
         # A commit without an answer is an error: the position tells the next run what was written.
-        self.change(lambda: self._load_page(part, progress))
+        store.change(lambda: self._load_page(part, progress))
         return progress
 
     def _put_progress(self, progress: CopyProgress) -> None:
-        self.database.run(
+        self._run(
             "load_position",
             token=_TOKEN + progress.fingerprint,
             numbers=[progress.section, progress.rows],
             at_ms=progress.at_ms,
         )
 
-    def _begin_load(self, start: CopyStart, progress: CopyProgress) -> None:
-        database = self.database
+    def _begin(self, start: CopyStart, progress: CopyProgress) -> None:
         # From here on messages are spread over as many logs as those of a new store.
-        own, settings = self.settings.changes[-1][1], start.settings
+        own, settings = self._store.settings.changes[-1][1], start.settings
         if settings.changes[-1][1] != own:
             changes = [*settings.changes, (start.end, own)]
             settings = msgspec.structs.replace(settings, changes=changes)
         logs = max(count for _, count in settings.changes)
-        database.run(
+        self._run(
             "load_store",
             end=start.end,
             epoch=start.epoch,
@@ -81,28 +85,28 @@ class SqlLoad(SqlQueues):
             duplicates=start.duplicates,
             unrouted=start.unrouted,
         )
-        database.run("put_log_settings", value=msgspec.msgpack.encode(settings))
+        self._run("put_log_settings", value=msgspec.msgpack.encode(settings))
         if start.cursors:
             for log in range(logs):
-                database.run("lock_cursor", log=log, cursor=start.cursors.get(log, start.end))
+                self._run("lock_cursor", log=log, cursor=start.cursors.get(log, start.end))
         for each in start.queues:
-            queue = self.add_queue(each.spec, each.coverage, start.at_ms)
-            database.run("load_totals", queue=queue.number, **each.totals)
+            queue = self._store.add_queue(each.spec, each.coverage, start.at_ms)
+            self._run("load_totals", queue=queue.number, **each.totals)
         self._put_progress(progress)
 
     def _load_page(self, page: CopyPage, progress: CopyProgress) -> None:
         if page.table == "log":
             self._load_log(page)
         elif page.table == "unheld":
-            logs = list(range(max(count for _, count in self.settings.changes)))
+            logs = list(range(max(count for _, count in self._store.settings.changes)))
             rows = [(message_id, payload) for message_id, _, payload in page.unheld]
-            self.database.run("load_unheld", **columns(rows, "message_ids", "payloads"), logs=logs)
+            self._run("load_unheld", **columns(rows, "message_ids", "payloads"), logs=logs)
         else:
-            self._load_messages(self.queue(page.queue), page, progress.at_ms)
+            self._load_messages(self._store.queue(page.queue), page, progress.at_ms)
         self._put_progress(progress)
 
     def _load_log(self, page: CopyPage) -> None:
-        segments = self.database.run("load_segments")
+        segments = self._run("load_segments")
         begun_ms = segments[-1][2] if segments else None
         rows = []
         heads = decode_heads([metadata for _, _, metadata in page.log])
@@ -110,23 +114,23 @@ class SqlLoad(SqlQueues):
             at_ms = (begun_ms or 0) if head is None else head.published_at_ms
             if begun_ms is None or at_ms - begun_ms >= SEGMENT_MS:
                 first = page.earliest if begun_ms is None else message_id
-                self.database.run("load_segment", start_offset=first, start_ms=at_ms)
+                self._run("load_segment", start_offset=first, start_ms=at_ms)
                 begun_ms = at_ms
             rows.append((log, message_id, at_ms, metadata))
         names = columns(rows, "logs", "message_ids", "times", "metadata")
-        self.database.run("load_log", **names)
+        self._run("load_log", **names)
 
     def _load_messages(self, queue: SqlQueue, page: CopyPage, at_ms: int) -> None:
         stored = [(each.message_id, each.metadata, each.payload) for each in page.messages]
-        self.database.run("load_messages", **columns(stored, "message_ids", "metadata", "payloads"))
+        self._run("load_messages", **columns(stored, "message_ids", "metadata", "payloads"))
         count = len(page.messages)
         if page.table == "active":
             self._load_items(queue, page.messages, at_ms)
-            self.add_counts(queue.number, at_ms, live=count)
+            self._store.add_counts(queue.number, at_ms, live=count)
         else:
             failed = page.table == "failed"
             self._load_ended(queue, page.messages, failed=failed)
-            self.add_counts(queue.number, at_ms, **{page.table: count})
+            self._store.add_counts(queue.number, at_ms, **{page.table: count})
         rows: list[tuple[Any, ...]] = []
         for each in page.messages:
             for number, record in each.history:
@@ -138,7 +142,7 @@ class SqlLoad(SqlQueues):
         if rows:
             names = ("message_ids", "numbers", "claimed", "consumers", "ended", "endings")
             told = columns(rows, *names, "reasons")
-            self.database.run("load_attempts", queue=queue.number, **told)
+            self._run("load_attempts", queue=queue.number, **told)
 
     def _load_items(self, queue: SqlQueue, messages: Sequence[CopiedMessage], at_ms: int) -> None:
         items = Items()
@@ -146,19 +150,19 @@ class SqlLoad(SqlQueues):
         for each, head in zip(messages, heads, strict=True):
             assert head is not None
             items.add(queue, each.message_id, head, each.time_ms, each.attempts)
-        self.add_items(items, at_ms)
+        self._store.add_items(items, at_ms)
         # Others have all of their attempts forgiven.
         tried = [(each.message_id, each.forgiven) for each in messages if each.attempts]
         if tried:
             told = columns(tried, "message_ids", "forgiven")
-            self.database.run("load_forgiven", queue=queue.number, **told)
+            self._run("load_forgiven", queue=queue.number, **told)
 
     def _load_ended(
         self, queue: SqlQueue, messages: Sequence[CopiedMessage], *, failed: bool
     ) -> None:
         """Write ended messages under sequence numbers that begin with the time of each."""
         span = {"queue": queue.number, "low": 0, "high": (1 << 63) - 1}
-        last = self.database.run("ended_ends", failed=failed, **span)[0][1]
+        last = self._run("ended_ends", failed=failed, **span)[0][1]
         following = 0 if last is None else last // SLOTS + 1
         rows = []
         for each in messages:
@@ -171,8 +175,8 @@ class SqlLoad(SqlQueues):
             rows.append((*row, each.reason.encode(), consumer, claimed_ms))
             following += 1
         names = ("sequences", "message_ids", "ended", "attempts", "reasons", "consumers", "claimed")
-        self.database.run("load_ended", queue=queue.number, failed=failed, **columns(rows, *names))
-        self.database.run("raise_sequences", queues=[queue.number], marks=[following], slots=SLOTS)
+        self._run("load_ended", queue=queue.number, failed=failed, **columns(rows, *names))
+        self._run("raise_sequences", queues=[queue.number], marks=[following], slots=SLOTS)
 
 
 def _is_last(message: CopiedMessage, number: int, record: AttemptRecord) -> bool:

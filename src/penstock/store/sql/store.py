@@ -27,7 +27,6 @@ from penstock.store.contract import Health, StoreDetails
 from penstock.store.policy import LogSettings, check_routing
 from penstock.store.sql.database import Database, read_sql
 from penstock.store.sql.inspect import SqlInspect
-from penstock.store.sql.load import SqlLoad
 from penstock.store.sql.location import without_password
 from penstock.store.sql.maintain import SqlMaintain
 from penstock.store.sql.session import row_lost
@@ -214,7 +213,7 @@ def _make_instance(database: Database, store_id: int, routing: str | None) -> No
 # --- the store ------------------------------------------------------------------------------------
 
 
-class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots, SqlLoad):
+class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
     """A store on a SQL database.
 
     Its verbs are methods of the classes that it inherits from, each in the module of its kind.
