@@ -132,6 +132,14 @@ class Stage:
         (state,) = [state for state in State if self.broker.browse("q", state=state)]
         assert self.broker.move("q", "other", state=state) == 1
 
+    def overflow(self) -> None:
+        """Have the queue drop the message for a newer one, which is then removed."""
+        self.broker.update_queue("q", max_messages=1, overflow="drop_oldest")
+        self.publish()
+        (newer,) = self.broker.claim("q")
+        assert self.broker.ack([newer.receipt])[0]
+        assert self.broker.purge("q", states=["done"]) == 1
+
     def exhaust(self) -> None:
         self.broker.update_queue("q", max_attempts=1)
         assert self.broker.release(self.receipts)[0].status is OutcomeStatus.FAILED
@@ -147,6 +155,7 @@ HAPPEN: dict[Event, Callable[[Stage], Any]] = {
     Event.RELEASE_LATER: lambda stage: stage.broker.release(stage.receipts, delay_ms=1),
     Event.EXPIRE: lambda stage: stage.clock.advance(1_000),
     Event.EXHAUST: Stage.exhaust,
+    Event.OVERFLOW: Stage.overflow,
     Event.REDRIVE: lambda stage: stage.broker.redrive("q"),
     Event.MOVE_OUT: Stage.move_out,
     Event.MOVE_IN: lambda stage: stage.move_in(0),

@@ -13,6 +13,7 @@
     ├── QueueExists           create of a queue that is there with other settings
     ├── BrokerClosed          a verb after close()
     ├── NotAllowed            a server that wants a key, or a key that may not do this
+    ├── LimitReached          a limit that was set for a queue or a key; nothing was changed
     ├── StoreLocked           another process owns the directory (the message names it)
     ├── StoreMismatch         the directory holds something else, or a newer format
     ├── CorruptRecord         a record that does not decode (quarantined where it was met)
@@ -48,6 +49,7 @@ __all__ = [
     "InvalidQueue",
     "InvalidReceipt",
     "InvalidUrl",
+    "LimitReached",
     "MissingExtra",
     "NotAllowed",
     "PenstockError",
@@ -177,6 +179,13 @@ class BrokerClosed(PenstockError):
 
 class NotAllowed(PenstockError):
     """The caller may not do this: it has no key, a wrong one, or one without the permission."""
+
+
+class LimitReached(PenstockError):
+    """A queue is full, or a key publishes too fast; the message names the limit.
+
+    Nothing was changed. The message says when it is worth trying again, if that is known.
+    """
 
 
 class StoreLocked(PenstockError):

@@ -11,9 +11,10 @@
                  ▲  comes due                      │ release              │ redrive
                  └─────────────────────────────────┘   (back to available ◀┘)
 
-Each arrow is one row of :data:`TRANSITIONS`; a store makes no other move. All types here are
-frozen: a delivery in a worker's hands never changes under it. Those that come by the thousand
-hold only plain values, so the cycle collector need not follow them (``gc=False``).
+A queue that is full may let its oldest waiting messages fail (``overflow``). Each arrow is one row
+of :data:`TRANSITIONS`; a store makes no other move. All types here are frozen: a delivery in a
+worker's hands never changes under it. Those that come by the thousand hold only plain values, so
+the cycle collector need not follow them (``gc=False``).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = [
     "Ordering",
     "Outcome",
     "OutcomeStatus",
+    "Overflow",
     "Page",
     "QueueSpec",
     "QueueStats",
@@ -77,6 +79,7 @@ class Event(StrEnum):
     RELEASE_LATER = "release_later"
     EXPIRE = "expire"
     EXHAUST = "exhaust"
+    OVERFLOW = "overflow"
     REDRIVE = "redrive"
     MOVE_IN = "move_in"
     MOVE_IN_LATER = "move_in_later"
@@ -95,6 +98,8 @@ TRANSITIONS: Final[Mapping[tuple[State | None, Event], State | None]] = {
     (State.IN_FLIGHT, Event.RELEASE_LATER): State.DELAYED,
     (State.IN_FLIGHT, Event.EXPIRE): State.AVAILABLE,
     (State.IN_FLIGHT, Event.EXHAUST): State.FAILED,
+    (State.AVAILABLE, Event.OVERFLOW): State.FAILED,
+    (State.DELAYED, Event.OVERFLOW): State.FAILED,
     (State.FAILED, Event.REDRIVE): State.AVAILABLE,
     (State.AVAILABLE, Event.MOVE_OUT): None,
     (State.DELAYED, Event.MOVE_OUT): None,
@@ -200,11 +205,19 @@ class Ordering(StrEnum):
     FIFO = "fifo"
 
 
+class Overflow(StrEnum):
+    """What a queue does that has reached a limit: refuse messages, or let its oldest fail."""
+
+    REFUSE = "refuse"
+    DROP_OLDEST = "drop_oldest"
+
+
 class QueueSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a queue. A retention of 0 keeps for ever.
 
     What fails is moved into the queue ``dead_letter``, if one is named. ``labels`` are kept for
-    the caller that set them; they mean nothing here.
+    the caller that set them; they mean nothing here. ``max_messages`` and ``max_bytes`` (of their
+    payloads) bound the messages that wait or are in flight; 0: no limit.
     """
 
     name: str
@@ -224,6 +237,19 @@ class QueueSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     created_at_ms: int = 0
     version: int = 1
+    max_messages: int = 0
+    max_bytes: int = 0
+    overflow: Overflow = Overflow.REFUSE
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the queue has a limit."""
+        return bool(self.max_messages or self.max_bytes)
+
+    @property
+    def drops_oldest(self) -> bool:
+        """Whether the queue has a limit, and lets its oldest messages fail for it."""
+        return self.is_limited and self.overflow is Overflow.DROP_OLDEST
 
 
 class AttemptEnd(StrEnum):
@@ -454,6 +480,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     ``oldest_age_ms``: for how long the oldest available message can be claimed by now;
     ``oldest_in_flight_ms``: how long ago the oldest claim of a message in flight was made. None:
     there is no such message, or a server of an earlier version did not say.
+    ``live_bytes``: of the payloads that wait or are in flight, if the queue has ``max_bytes``.
     """
 
     queue: str
@@ -475,6 +502,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     moved_in_total: int
     moved_out_total: int
     oldest_in_flight_ms: int | None = None
+    live_bytes: int = 0
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock import limits
 from penstock.errors import InvalidInput, InvalidMessage, InvalidQueue
-from penstock.model import Cursor, Message, Ordering, QueueSpec, State
+from penstock.model import Cursor, Message, Ordering, Overflow, QueueSpec, State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +26,8 @@ _SETTING_BOUNDS: Final = {
     "lease_ms": (1, limits.MAX_LEASE_MS),
     "max_attempts": (1, limits.MAX_ATTEMPTS),
     "bucket_exponent": (0, limits.MAX_BUCKET_EXPONENT),
+    "max_messages": (0, limits.MAX_OFFSET),
+    "max_bytes": (0, limits.MAX_OFFSET),
     **dict.fromkeys(("backoff_base_ms", "backoff_cap_ms", "delay_ms"), _ANY_TIME),
     **dict.fromkeys(
         ("done_retention_ms", "failed_retention_ms", "unclaimed_retention_ms"), _ANY_TIME
@@ -152,6 +154,8 @@ def check_spec(spec: QueueSpec) -> QueueSpec:
     check_queue_name(spec.name)
     if not isinstance(spec.ordering, Ordering):
         raise InvalidQueue(f"ordering is 'standard' or 'fifo', not {spec.ordering!r:.100}")
+    if not isinstance(spec.overflow, Overflow):
+        raise InvalidQueue(f"overflow is 'refuse' or 'drop_oldest', not {spec.overflow!r:.100}")
     for name, (low, high) in _SETTING_BOUNDS.items():
         check_count(getattr(spec, name), name, low, high, InvalidQueue)
     check_text(spec.description, "description", limits.MAX_DESCRIPTION_BYTES, InvalidQueue)

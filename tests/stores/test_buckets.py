@@ -244,6 +244,7 @@ def test_empty_buckets_and_their_summaries_are_deleted() -> None:
     assert list(bench.table.rows) == []
     assert bench.depths() == (0, 0, 0)
     assert bench.active.oldest_ms(bench.queue, bench.now_ms) is None
+    assert bench.active.oldest(bench.queue, 1) == []
 
 
 def test_relabel_changes_the_lease_only() -> None:
@@ -309,6 +310,7 @@ def test_exponent_changes_with_messages_in_every_state(reopened: bool) -> None:
     assert sorted(bench.page_ids(State.DELAYED)) == [9, 12, 15, 18]
     assert sorted(bench.page_ids(State.AVAILABLE)) == [4, 5, 6, 7, 8, 10, 11, 13, 14, 16, 17]
     assert bench.active.oldest_ms(bench.queue, bench.now_ms) == bench.now_ms - 3
+    assert [item.message_id for item in bench.active.oldest(bench.queue, 1)] == [4]
     bench.put_back(bench.found([item.key for item in flying]))
     bench.now_ms += 200
     assert bench.come_due() == 4
@@ -729,6 +731,8 @@ class Walk:
         due = [model.waiting[m][2] for m in model.late]
         assert bench.active.next_due_ms() == min(due, default=None)
         assert bench.active.oldest_ms(bench.queue, bench.now_ms) == model.oldest_ms(bench.now_ms)
+        oldest = [item.message_id for item in bench.active.oldest(bench.queue, 1)]
+        assert oldest == sorted(model.waiting)[:1]
 
     def compare_pages(self) -> None:
         bench, model = self.bench, self.model

@@ -30,7 +30,7 @@ from penstock.errors import (
     did_you_mean,
 )
 from penstock.filters import Matcher, Row, default_filter, parse
-from penstock.model import LeaseRequest, Message, Ordering, QueueSpec, State
+from penstock.model import LeaseRequest, Message, Ordering, Overflow, QueueSpec, State
 from penstock.packing import pack_messages
 from penstock.store.contract import FiltersChanged
 from penstock.validation import (
@@ -164,6 +164,7 @@ class Broker(ServedBroker):
                 _check_same_settings(known.spec, spec)
                 return known.spec
             _check_dead_letter(self._store, spec)
+            _check_no_circle(self._store, spec)
             fresh = msgspec.structs.replace(spec, created_at_ms=now_ms)
             self._store.create_queue(fresh, now_ms)
             return fresh
@@ -193,6 +194,7 @@ class Broker(ServedBroker):
             # One that was deleted since does not stand in the way of other changes.
             if spec.dead_letter != present.dead_letter:
                 _check_dead_letter(self._store, spec)
+            _check_no_circle(self._store, spec)
             self._store.update_queue(spec, now_ms, from_offset=from_offset)
             return spec
 
@@ -530,8 +532,10 @@ def _make_spec(settings: dict[str, Any], name: str) -> QueueSpec:
     if unknown:
         hint = did_you_mean(unknown[0], _SETTINGS - {"name"})
         raise InvalidQueue(f"a queue has no setting {unknown[0]!r:.100}; {hint}")
-    with suppress(ValueError):
-        settings["ordering"] = Ordering(settings["ordering"])
+    words: dict[str, type[Ordering | Overflow]] = {"ordering": Ordering, "overflow": Overflow}
+    for setting in words.keys() & settings:
+        with suppress(ValueError):
+            settings[setting] = words[setting](settings[setting])
     spec = check_spec(QueueSpec(**{**settings, "name": name}))
     # A copy: the caller may change his own labels from here on.
     return msgspec.structs.replace(spec, labels=dict(spec.labels))
@@ -582,6 +586,21 @@ def _check_dead_letter(store: FullStore, spec: QueueSpec) -> None:
             f"the dead letter queue of a {spec.ordering.value} queue must be one as well; "
             f"{target.name!r} is {target.ordering.value}"
         )
+
+
+def _check_no_circle(store: FullStore, spec: QueueSpec) -> None:
+    """Refuse a queue whose dropped messages would come back to it, to be dropped again."""
+    name, passed = spec.dead_letter if spec.drops_oldest else "", {""}
+    while name not in passed:
+        passed.add(name)
+        if name == spec.name:
+            raise InvalidQueue(
+                f"what queue {spec.name!r} drops would come back to it from one dead letter queue "
+                "to the next, all of which drop their oldest: let one of them refuse"
+            )
+        with suppress(QueueNotFound):
+            target = store.spec(name)
+            name = target.dead_letter if target.drops_oldest else ""
 
 
 def _predicate(where: str | Callable[[Mapping[str, Value]], bool]) -> Callable[[Metadata], bool]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import InvalidInput, LimitReached, PenstockError
 from penstock.model import LeaseRequest, Outcome
 from penstock.packing import PackedMessage
 from penstock.store.codec.claimed import ClaimedMessages
@@ -182,7 +182,7 @@ class RequestRunner(NamedTuple):
                 ids = self.put(messages, routes, now_ms, routed_at)
             except FiltersChanged:
                 continue
-            except InvalidInput as error:
+            except (InvalidInput, LimitReached) as error:
                 # Nothing was stored. One by one, so that it is only the bad one that fails.
                 for publish in publishes if len(publishes) > 1 else ():
                     self._publish_together([publish], now_ms)

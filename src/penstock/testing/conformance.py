@@ -25,6 +25,7 @@ from penstock.testing.suite.delivery import DeliverySuite
 from penstock.testing.suite.explaining import ExplainingSuite
 from penstock.testing.suite.fifo import FifoSuite
 from penstock.testing.suite.keeping import KeepingSuite
+from penstock.testing.suite.limits import LimitSuite
 from penstock.testing.suite.moving import MovingSuite
 from penstock.testing.suite.queues import QueuesSuite
 from penstock.testing.suite.restarting import RestartingSuite, WaitingSuite
@@ -41,6 +42,7 @@ class BrokerConformance(
     MovingSuite,
     ExplainingSuite,
     DeadLetterSuite,
+    LimitSuite,
     QueuesSuite,
     RestartingSuite,
     WaitingSuite,

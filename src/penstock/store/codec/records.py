@@ -8,7 +8,8 @@ first, in their order, then Penstock's, here after a bar. The keys are in ``open
                     | reason Utf8>
     attempt   claimed at i64, consumer Utf8
               | ended at i64, outcome u8, reason Utf8
-    spec      01, then MessagePack: [number of the queue, map of QueueSpec's fields]
+    spec      01, then MessagePack: [number of the queue, map of QueueSpec's fields]; without
+              limits that are not set
 
 Upgrade recipe: a changed record gets another first byte of its key; a spec has a version byte of
 its own. Add the fields behind those that are there, keep the decoder, and let it give the new
@@ -25,7 +26,7 @@ import msgspec
 
 from penstock.errors import CorruptRecord
 from penstock.limits import MAX_BUCKET_EXPONENT
-from penstock.model import QueueSpec
+from penstock.model import Overflow, QueueSpec
 from penstock.store.codec.opendata import (
     MAX_U32,
     broken,
@@ -65,6 +66,8 @@ _LENGTH: Final = Struct("<H")
 _CLAIMED: Final = Struct("<qH")
 _ENDED: Final = Struct("<qBH")
 _SPEC_VERSION: Final = b"\x01"
+# Only queues with limits have these in their records.
+_LIMITS: Final = {"max_messages": 0, "max_bytes": 0, "overflow": Overflow.REFUSE}
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=MAX_U32)]
 _decode_spec: Final = msgspec.msgpack.Decoder(tuple[_U32, QueueSpec]).decode
 # Skips the argument checks of a NamedTuple's own constructor: half the time of a decoder.
@@ -139,8 +142,12 @@ def decode_attempt(buf: bytes) -> AttemptRecord:
 
 def encode_queue_spec(spec: QueueSpec, number: int) -> bytes:
     """Encode a queue's settings and its number; equal settings are equal bytes."""
-    ordered = msgspec.structs.replace(spec, labels=dict(sorted(spec.labels.items())))
-    return _SPEC_VERSION + msgspec.msgpack.encode((number, ordered))
+    fields = msgspec.structs.asdict(spec)
+    fields["labels"] = dict(sorted(spec.labels.items()))
+    for name, default in _LIMITS.items():
+        if fields[name] == default:
+            del fields[name]
+    return _SPEC_VERSION + msgspec.msgpack.encode((number, fields))
 
 
 def decode_queue_spec(record: bytes) -> tuple[QueueSpec, int]:

@@ -69,7 +69,8 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             self._look_again(now_ms)
             raise damage[0].anew()
         # The budget was too small for these.
-        has_more = self.dead_letters.pending or self.listing or self._drained()
+        pending = self.dead_letters.pending or self.overfull
+        has_more = pending or self.listing or self._drained()
         return SweepCounts(
             leases_expired=leases,
             came_due=came_due,
@@ -106,7 +107,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
     def soonest_ms(self) -> int | None:
         """Return a time before which no lease, delay or retention is over, from memory alone."""
-        if self.dead_letters.pending or self.listing:
+        if self.dead_letters.pending or self.overfull or self.listing:
             return 0
         return self._earliest_ms(self.leases.none_before_ms)
 
@@ -381,8 +382,12 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         filter_changed = spec.filter != queue.spec.filter or from_offset is not None
         if filter_changed and coverage.draining:
             raise InvalidQueue(f"queue {queue.name!r} is draining: its filter can't be changed")
+        recount = bool(spec.max_bytes) != bool(queue.spec.max_bytes)
         batch = self.begin()
         queue.respec(spec)
+        self.note_limits(queue)
+        if recount:
+            self.recount_bytes(queue)
         self.dead_letters.adopt(queue)
         self.queue_table.put_spec(batch, queue)
         if filter_changed:

@@ -21,6 +21,7 @@ from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
 from penstock.store.codec.stored import NO_LEASE
+from penstock.store.kv.overflow import OverflowVerbs
 from penstock.store.kv.settle import SettleVerbs
 from penstock.store.kv.state import verb
 from penstock.store.life import life, log_step
@@ -45,7 +46,7 @@ STEP_ATTEMPTS: Final = 10_000
 Leaving: TypeAlias = "tuple[Item | Ended, Metadata]"
 
 
-class MoveVerbs(SettleVerbs):
+class MoveVerbs(SettleVerbs, OverflowVerbs):
     """``move`` and ``redrive``, in steps of bounded size; and what is due."""
 
     # --- what is due -----------------------------------------------------------------------
@@ -56,12 +57,12 @@ class MoveVerbs(SettleVerbs):
         return (
             now_ms >= self.leases.none_before_ms
             or (next_due_ms is not None and next_due_ms <= now_ms)
-            or bool(self.dead_letters.pending)
+            or bool(self.dead_letters.pending or self.overfull)
         )
 
     @verb
     def catch_up(self, now_ms: int, budget: int) -> tuple[int, int, int, int]:
-        """End leases and delays that are over, and move failed messages to dead letter queues.
+        """End leases and delays that are over, drop what queues have too much, move dead letters.
 
         Return how many leases, delays, failures and moves: none while nothing can be written. If
         some rows can't be read, the rest is done before that is raised.
@@ -80,6 +81,8 @@ class MoveVerbs(SettleVerbs):
             self.commit(batch, [queue for queue, _ in moved], now_ms)
             for queue, _ in moved:
                 self.wake(queue)
+        if self.overfull:
+            failures += self.drop_excess(now_ms, budget)
         dead = self._move_dead_letters(now_ms, budget) if self.dead_letters.pending else 0
         if damage is not None:
             raise damage
@@ -94,7 +97,7 @@ class MoveVerbs(SettleVerbs):
             if to is None or to.coverage.draining:
                 self.dead_letters.park(queue)
                 continue
-            moved += self._move(queue, to, State.FAILED, None, budget - moved, now_ms)
+            moved += self._move(queue, to, State.FAILED, None, budget - moved, now_ms, dead=True)
             if moved < budget or not queue.counts.failed:
                 self.dead_letters.pending.pop(queue.number, None)
         return moved
@@ -123,15 +126,19 @@ class MoveVerbs(SettleVerbs):
             )
         chosen: list[Ended] = []
         items: list[Item] = []
+        sizes: list[int] = []
         for e in entries:
             m = read_metadata(e.metadata)
             if m is not None and (where is None or where(m)):
                 lane = lane_of(m.group, m.priority)
                 chosen.append(e)
+                sizes.append(m.size)
                 items.append(
                     Item(e.key, e.message_id, lane, e.attempts, e.attempts, now_ms, e.metadata)
                 )
         if items:
+            if queue.name in self.limited:
+                self.check_room(queue, len(items), sum(sizes))
             batch = self.begin()
             self.history.take(batch, queue, State.FAILED, chosen)
             self.active.add(batch, queue, items, now_ms)
@@ -170,12 +177,15 @@ class MoveVerbs(SettleVerbs):
         message_ids: Sequence[int] | None,
         limit: int | None,
         now_ms: int,
+        *,
+        dead: bool = False,
     ) -> int:
+        """Move messages in steps; ``dead``: as dead letters, which no limit refuses."""
         moved = 0
         compiled: dict[str, Filter] = {}
         for step in self._steps(queue, state, message_ids, now_ms):
             chosen = step if limit is None else step[: limit - moved]
-            self._move_step(queue, to, state, chosen, now_ms, compiled)
+            self._move_step(queue, to, state, chosen, now_ms, compiled, dead=dead)
             moved += len(chosen)
             if moved == limit:
                 break
@@ -236,8 +246,13 @@ class MoveVerbs(SettleVerbs):
         leaving: Sequence[Leaving],
         now_ms: int,
         compiled: dict[str, Filter],
+        *,
+        dead: bool,
     ) -> None:
         live, ended = self._present(to, leaving, compiled)
+        arriving = [each for each in leaving if each[0].message_id not in live]
+        if to.name in self.limited and not dead:
+            self.check_room(to, len(arriving), sum(metadata.size for _, metadata in arriving))
         batch = self.begin()
         items = [origin for origin, _ in leaving if isinstance(origin, Item)]
         if items:
@@ -255,7 +270,6 @@ class MoveVerbs(SettleVerbs):
         for its_state, found in ended.items():
             if found:
                 self.history.take(batch, to, its_state, list(found.values()))
-        arriving = [each for each in leaving if each[0].message_id not in live]
         if arriving:
             self._put_in(batch, queue, to, state, arriving, known, now_ms)
         queue.counts.moved_out_total += len(leaving)

@@ -11,7 +11,8 @@ import msgspec
 from penstock.packing import metadata_head
 from penstock.store.codec.metadata import decode_heads
 from penstock.store.codec.opendata import PAYLOAD
-from penstock.store.kv.state import Core, verb
+from penstock.store.kv.overflow import DROP_MESSAGES, OverflowVerbs
+from penstock.store.kv.state import verb
 from penstock.store.life import life, log_publish
 from penstock.store.live import Item, lane_of
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _log_row: Final = attrgetter("message_id", "metadata")
 
 
-class PublishVerbs(Core):
+class PublishVerbs(OverflowVerbs):
     """``publish``, and the two steps that it shares with routing and backfill."""
 
     @verb
@@ -49,8 +50,10 @@ class PublishVerbs(Core):
             if message.dedup_id is not None:
                 key = self.dedup.key(message.envelope.attributes, message.dedup_id)
                 dedup_keys.append(key)
-        batch = self.begin(len(messages), payload_bytes)
         known = self.dedup.known(dedup_keys, now_ms) if dedup_keys else {}
+        if self.limited and routes is not None:
+            self.check_published(messages, routes, dedup_keys, known)
+        batch = self.begin(len(messages), payload_bytes)
         keys_left = iter(dedup_keys)
         fresh: dict[bytes, int] = {}
         first_id = next_id = self.log.ids.allocate(batch, len(messages))
@@ -103,6 +106,8 @@ class PublishVerbs(Core):
         self.commit(batch, touched, now_ms)
         if life.level:
             log_publish([item.message_id for item in placed], taken)
+        if self.overfull:
+            self.drop_excess(now_ms, max(DROP_MESSAGES, len(messages)))
         return ids
 
     def place(

@@ -65,6 +65,13 @@ class Counts(msgspec.Struct, array_like=True):
     time_floor_ms: int = 0
     moved_in_total: int = 0
     moved_out_total: int = 0
+    # Payload bytes of live messages, if the queue has max_bytes: else 0, as nobody counts.
+    live_bytes: int = 0
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """The messages that wait or are in flight, and the bytes of their payloads."""
+        return self.available + self.delayed + self.in_flight, self.live_bytes
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -27,7 +27,7 @@ from penstock.model import (
     RoutePlan,
 )
 from penstock.store import policy
-from penstock.store.codec.metadata import encode_metadata
+from penstock.store.codec.metadata import decode_heads, encode_metadata
 from penstock.store.kv.publish import PublishVerbs
 from penstock.store.kv.state import verb
 from penstock.store.live import Item, lane_of
@@ -319,6 +319,9 @@ class RoutingVerbs(PublishVerbs):
         # Coverage does not know of messages that a move has brought in.
         moved = self.history.marks(queue, [item.message_id for item in items])
         items = [item for item in items if item.message_id not in moved]
+        if queue.name in self.limited:
+            sizes_of = decode_heads([item.metadata for item in items])
+            self.check_room(queue, len(items), sum(head.size for head in sizes_of if head))
         no_record = (None, None)
         brought = {each.message_id: archived.get(each.message_id, no_record)[1] for each in items}
         batch = self.begin(len(items), sum(len(payload or b"") for payload in brought.values()))

@@ -285,13 +285,7 @@ class SettleVerbs(Core):
             self._put_back(batch, queue, retried, now_ms)
         if failed:
             self.active.settle(batch, queue, failed)
-            reason = policy.fail_reason(queue.spec, reason)
-            self.history.add(batch, queue, State.FAILED, failed, reason, now_ms)
-            if queue.spec.failed_retention_ms:
-                due_ms = now_ms + queue.spec.failed_retention_ms
-                self.retention.lower((queue.number, State.FAILED.value), due_ms)
-            self.dead_letters.note(queue)
-            self.wake(queue)
+            self.fail(batch, queue, failed, policy.fail_reason(queue.spec, reason), now_ms)
             return [Holding(queue, holding.name, holding.lease, failed)]
         return []
 

@@ -30,6 +30,7 @@ from penstock.engines import Shape
 from penstock.errors import (
     CorruptRecord,
     InvalidInput,
+    LimitReached,
     QueueNotFound,
     StorageFailed,
     StoreDamaged,
@@ -43,6 +44,7 @@ from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
 from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
 from penstock.store.live import make_active_set
 from penstock.store.policy import Coverage, Stretch, check_routing
+from penstock.store.room import is_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,7 +77,7 @@ _ROWS_BYTES: Final = 256
 _TOTALS: Final = b"\x02\x0e"
 _QUARANTINE: Final = b"\x02\x0f"
 # Errors by which a verb refuses its caller: memory is as it was unless a change had begun.
-_REFUSALS: Final = (InvalidInput, QueueNotFound, StorageFailed)
+_REFUSALS: Final = (InvalidInput, LimitReached, QueueNotFound, StorageFailed)
 
 
 class Identity(msgspec.Struct):
@@ -242,8 +244,11 @@ class Core:
         self.by_number: dict[int, Queue] = {}
         # Named apart, so that a sweep need not look at every queue.
         self.draining: set[str] = set()
-        # The FIFO queues: a publish asks for them.
+        # The FIFO queues, and those with limits: a publish asks for them.
         self.fifo: set[str] = set()
+        self.limited: set[str] = set()
+        # The numbers of queues that have more than they may, and drop their oldest messages.
+        self.overfull: set[int] = set()
         # (queue number, what) -> when its retention next has something to do
         self.retention: DueHeap[tuple[int, str]] = DueHeap()
         # ... or why that is not known.
@@ -286,6 +291,8 @@ class Core:
             self.draining.add(queue.name)
         if queue.fifo:
             self.fifo.add(queue.name)
+        if queue.spec.is_limited:
+            self.note_limits(queue)
         listing = self.queue_table.listing(queue)
         if listing is not None:
             self.listing[queue.name] = listing
@@ -302,6 +309,8 @@ class Core:
         del self.by_name[queue.name], self.by_number[queue.number]
         self.draining.discard(queue.name)
         self.fifo.discard(queue.name)
+        self.limited.discard(queue.name)
+        self.overfull.discard(queue.number)
         self.listing.pop(queue.name, None)
         self.active.forget(queue)
         self.dead_letters.forget(queue)
@@ -345,11 +354,24 @@ class Core:
         for queue in touched:
             queue.counts.time_floor_ms = now_ms
             self.queue_table.put_counts(batch, queue)
+            if queue.name in self.limited:
+                self.note_limits(queue)
         if self._aside:
             self._put_aside(batch)
         self.engine.commit(batch)
         self.is_ahead = False
         self.progress.commits += 1
+
+    def note_limits(self, queue: Queue) -> None:
+        """Note whether a queue has limits, and whether it is over one and has messages to drop."""
+        spec, counts = queue.spec, queue.counts
+        self.limited.discard(queue.name)
+        self.overfull.discard(queue.number)
+        if spec.is_limited:
+            self.limited.add(queue.name)
+            waits = counts.available or counts.delayed
+            if spec.drops_oldest and waits and is_over(spec, *counts.load):
+                self.overfull.add(queue.number)
 
     def put_totals(self, batch: Batch, now_ms: int) -> None:
         """Write the store's totals."""
@@ -370,6 +392,17 @@ class Core:
         self.progress.filter_changes += 1
         self.filter_history.append((self.totals.filters_version, from_offset))
         self.put_totals(batch, now_ms)
+
+    def fail(
+        self, batch: Batch, queue: Queue, items: Sequence[Item], reason: str, now_ms: int
+    ) -> None:
+        """Put messages that have left the live ones among the failed ones."""
+        self.history.add(batch, queue, State.FAILED, items, reason, now_ms)
+        if queue.spec.failed_retention_ms:
+            due_ms = now_ms + queue.spec.failed_retention_ms
+            self.retention.lower((queue.number, State.FAILED.value), due_ms)
+        self.dead_letters.note(queue)
+        self.wake(queue)
 
     def wake(self, queue: Queue) -> None:
         """Note that a queue may have something to claim."""

@@ -3,7 +3,7 @@
 Everything else (leases, history, payloads, dedup, counters) is the same for both and lives in
 :mod:`penstock.store.kv.store`. An active set is called under the store's lock with a batch to
 write into; it reads only what was committed before, keeps ``queue.counts.available``,
-``.delayed`` and ``.in_flight`` right, and may keep a small directory in memory that
+``.delayed``, ``.in_flight`` and ``.live_bytes`` right, and may keep a directory in memory that
 :meth:`ActiveSet.load` rebuilds from disk.
 """
 
@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.engines import Shape
 from penstock.limits import MAX_ATTEMPTS
+from penstock.store.codec.metadata import decode_heads
 from penstock.store.codec.opendata import read_terminated, terminated
 from penstock.store.codec.stored import NO_LEASE
 from penstock.store.kv.tables import DueHeap
@@ -159,6 +160,11 @@ class ActiveSet(Protocol[D]):
     def load(self, queue: Queue) -> None:
         """Rebuild what memory keeps about a queue from what is on disk."""
 
+    def _count_bytes(self, queue: Queue, items: Sequence[Item], sign: int) -> None:
+        """Count the payload bytes of messages that come (1) or go (-1); for ``max_bytes`` alone."""
+        heads = decode_heads([item.metadata for item in items])
+        queue.counts.live_bytes += sign * sum(head.size for head in heads if head is not None)
+
     def forget(self, queue: Queue) -> None:
         """Drop what memory keeps about a queue that was deleted."""
         self._directories.pop(queue.number, None)
@@ -247,6 +253,12 @@ class ActiveSet(Protocol[D]):
 
         Looks at so many lanes as :data:`MOST_LANES` says; of a FIFO queue at the first messages of
         the groups whose messages are oldest.
+        """
+
+    def oldest(self, queue: Queue, limit: int) -> list[Item]:
+        """Return the waiting messages that were published first, up to a limit.
+
+        At least one if any waits and can be read; the bucket design gives those of one bucket.
         """
 
     def beliefs(self, queue: Queue) -> Beliefs:

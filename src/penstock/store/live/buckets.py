@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from heapq import nsmallest
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from msgspec.structs import replace
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _NO_PRIORITY: Final = b"\xff"
 _CURSOR_BYTES: Final = 8
+_message_id: Final = attrgetter("message_id")
 
 
 class BucketActive(BucketCache):
@@ -88,6 +90,8 @@ class BucketActive(BucketCache):
             delayed += self._put_waiting(queue, bucket, item, now_ms)
         counts.delayed += delayed
         counts.available += len(items) - delayed
+        if queue.spec.max_bytes:
+            self._count_bytes(queue, items, 1)
         self._write(batch, queue, filled)
 
     def _tail(self, queue: Queue, base: int, size: int) -> OpenBucket:
@@ -314,6 +318,8 @@ class BucketActive(BucketCache):
             if bucket.land(item.key) is None:
                 continue
             counts.in_flight -= 1
+            if now_ms is None and queue.spec.max_bytes:
+                self._count_bytes(queue, [item], -1)
             if now_ms is not None:
                 if self._put_waiting(queue, bucket, item, now_ms):
                     counts.delayed += 1
@@ -341,6 +347,8 @@ class BucketActive(BucketCache):
             removed = bucket.remove_waiting(item.key)
             if removed is None:
                 continue
+            if queue.spec.max_bytes:
+                self._count_bytes(queue, [item], -1)
             lane, late = removed
             directory.set_head(lane, bucket.id, bucket.head(lane))
             if late:
@@ -402,6 +410,17 @@ class BucketActive(BucketCache):
             if bucket is not None and lane in bucket.lanes:
                 times.append(bucket.waiting[bucket.lanes[lane][0][1]].visible_at_ms)
         return min((time_ms for time_ms in times if time_ms <= now_ms), default=None)
+
+    def oldest(self, queue: Queue, limit: int) -> list[Item]:
+        """Return waiting messages of the bucket that has the lowest id, by their ids."""
+        directory = self._directories[queue.number]
+        while (first := directory.oldest.first()) is not None:
+            bucket = self._bucket(queue, first[1])
+            if bucket is not None and bucket.waiting:
+                found = nsmallest(limit, bucket.waiting.values(), key=_message_id)
+                return [replace(item) for item in found]
+            directory.oldest.set(first[1], None)
+        return []
 
     def beliefs(self, queue: Queue) -> Beliefs:
         """Return the contents of buckets and the groups that have a turn, now or later.

@@ -166,6 +166,8 @@ class IndexedActive(ActiveSet[Directory]):
             self._first_available[number4] = lowest
         queue.counts.delayed += delayed
         queue.counts.available += len(items) - delayed
+        if queue.spec.max_bytes:
+            self._count_bytes(queue, items, 1)
 
     def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
         """Move index entries from delayed to ready, in the order in which they came due."""
@@ -424,6 +426,8 @@ class IndexedActive(ActiveSet[Directory]):
             forget((number, item.key), None)
             delete(pack_main(number, item.key), family)
         queue.counts.in_flight -= len(items)
+        if queue.spec.max_bytes:
+            self._count_bytes(queue, items, -1)
         if queue.fifo:
             self._directories[number].unhold_all(batch, items)
 
@@ -490,6 +494,8 @@ class IndexedActive(ActiveSet[Directory]):
             else:
                 batch.delete(timer, self._index.family)
                 queue.counts.delayed -= 1
+        if queue.spec.max_bytes:
+            self._count_bytes(queue, items, -1)
         for lane, keys in gone.items():
             directory.move_on(lane, keys, self._index)
             if queue.fifo:
@@ -536,6 +542,12 @@ class IndexedActive(ActiveSet[Directory]):
         items = self._waiting(queue, mains)
         times = [item.visible_at_ms for item in items if item is not None]
         return min((time_ms for time_ms in times if time_ms <= now_ms), default=None)
+
+    def oldest(self, queue: Queue, limit: int) -> list[Item]:
+        """Return the waiting messages with the lowest ids."""
+        rows = self._first_available.scan(queue.number4, past(queue.number4), limit)
+        found = [self._item(queue, State.AVAILABLE, *row) for row in rows]
+        return [item for item in found if item is not None]
 
     def beliefs(self, queue: Queue) -> Beliefs:
         """Tell what the directory says; what is kept of late must be as the tables have it."""

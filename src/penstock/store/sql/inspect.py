@@ -31,8 +31,8 @@ def queue_stats_of(
 ) -> QueueStats:
     """Return a queue's depths and totals; ``run`` runs a statement, now or in a snapshot."""
     # No row of a queue that another process has just deleted.
-    rows = run("sum_counts", queue=queue.number) or [(0,) * 15]
-    _, live, in_flight, done, failed, *totals = rows[0]
+    rows = run("sum_counts", queue=queue.number) or [(0,) * 16]
+    _, live, in_flight, done, failed, *totals, live_bytes = rows[0]
     at = {"queue": queue.number, "now_ms": now_ms}
     delayed = run("count_delayed", **at)[0][0]
     available = max(0, live - in_flight - delayed)
@@ -58,6 +58,7 @@ def queue_stats_of(
         oldest_age_ms=None if since_ms is None else max(0, now_ms - since_ms),
         oldest_in_flight_ms=None if claimed_ms is None else max(0, now_ms - claimed_ms),
         groups_ready=ready,
+        live_bytes=live_bytes if queue.spec.max_bytes else 0,
         **dict(zip(names, totals, strict=True)),
     )
 

@@ -119,6 +119,8 @@ class SqlMaintain(SqlClaim):
             leases, failures = self.expire(now_ms, budget)
         if delay_ms <= now_ms:
             came_due = self._come_due(now_ms, budget)
+        dropped = self.drop_excess(now_ms, budget)
+        failures += dropped
         moved = self.move_dead_letters(now_ms, budget)
         removed += self._trim_ended(now_ms, budget)
         if unclaimed_ms <= now_ms:
@@ -135,7 +137,7 @@ class SqlMaintain(SqlClaim):
             moved=moved,
             removed=removed,
             dedup_forgotten=forgotten,
-            next_due_ms=self._next_due_ms(now_ms),
+            next_due_ms=now_ms if dropped >= budget else self._next_due_ms(now_ms),
         )
 
     def _dues(self) -> list[int]:

@@ -7,6 +7,7 @@ along, all of them forgiven.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
@@ -47,11 +48,12 @@ class SqlMove(SqlSettle, SqlPublish):
     def catch_up(
         self, now_ms: int, budget: int, queue: SqlQueue | None = None, into: str | None = None
     ) -> int:
-        """End leases that are over and move dead letters; return how many of both.
+        """End leases that are over, drop what queues have too much, move dead letters; count all.
 
         ``into``: only the dead letters of that queue, however many others there are.
         """
         leases, _ = self.expire(now_ms, budget, queue)
+        leases += self.drop_excess(now_ms, budget)
         return leases + self.move_dead_letters(now_ms, budget, into)
 
     # --- verbs -----------------------------------------------------------------------------
@@ -120,9 +122,11 @@ class SqlMove(SqlSettle, SqlPublish):
         items = Items()
         for message_id, attempts, _ in taken:
             items.add(queue, message_id, chosen[message_id], now_ms, attempts)
+        self.check_room(items.counts, items.sizes)
         self.add_items(items, now_ms)
-        count = len(taken)
-        self.add_counts(queue.number, now_ms, live=count, failed=-count, redriven=count)
+        count, size = len(taken), items.sizes.get(queue, 0)
+        added = {"live": count, "live_bytes": size, "failed": -count, "redriven": count}
+        self.add_counts(queue.number, now_ms, **added)
         return sorted(row[0] for row in taken)
 
     def _move(
@@ -133,8 +137,13 @@ class SqlMove(SqlSettle, SqlPublish):
         message_ids: Sequence[int] | None,
         limit: int | None,
         now_ms: int,
+        *,
+        dead: bool = False,
     ) -> int:
-        """Move the messages of a queue that are in a state, or those of some ids, in steps."""
+        """Move the messages of a queue that are in a state, or those of some ids, in steps.
+
+        ``dead``: as dead letters, which no limit refuses.
+        """
         moved = 0
         ids = None if message_ids is None else sorted(set(message_ids))
         at = 0
@@ -148,7 +157,7 @@ class SqlMove(SqlSettle, SqlPublish):
             if not chunk:
                 break
             count = self.change(
-                lambda: self._move_step(queue, to, state, chunk, now_ms)  # noqa: B023
+                partial(self._move_step, queue, to, state, chunk, now_ms, dead=dead)
             )
             moved += count
             if not count and ids is None:
@@ -186,7 +195,8 @@ class SqlMove(SqlSettle, SqlPublish):
             if to is not None:
                 self._parked.discard(mark)
                 if moved < budget:
-                    moved += self._move(queue, to, State.FAILED, None, budget - moved, now_ms)
+                    room = budget - moved
+                    moved += self._move(queue, to, State.FAILED, None, room, now_ms, dead=True)
             elif mark not in self._parked:
                 self._parked.add(mark)
                 log.warning(
@@ -213,7 +223,14 @@ class SqlMove(SqlSettle, SqlPublish):
         return [row[0] for row in rows]
 
     def _move_step(
-        self, queue: SqlQueue, to: SqlQueue, state: State, message_ids: list[int], now_ms: int
+        self,
+        queue: SqlQueue,
+        to: SqlQueue,
+        state: State,
+        message_ids: list[int],
+        now_ms: int,
+        *,
+        dead: bool,
     ) -> int:
         database = self.database
         if len(database.run("share_queues", numbers=[queue.number, to.number])) < 2:
@@ -239,6 +256,7 @@ class SqlMove(SqlSettle, SqlPublish):
             "take_ended", queue=to.number, message_ids=arriving, states=[False, True]
         )
         before: dict[int, int] = {message_id: attempts for message_id, attempts, _ in ended}
+        items = Items()
         if arriving:
             # Attempts in the other queue come first, and attempts only grow.
             befores = [before.get(message_id, 0) for message_id in arriving]
@@ -249,12 +267,13 @@ class SqlMove(SqlSettle, SqlPublish):
                 message_ids=arriving,
                 befores=befores,
             )
-            items = Items()
             for message_id, first in zip(arriving, befores, strict=True):
                 attempts, vesting_ms = leaving[message_id]
                 attempts = min(first + attempts, MAX_ATTEMPTS)
                 vesting_ms = max(now_ms, vesting_ms)
                 items.add(to, message_id, known[message_id], vesting_ms, attempts)
+            if not dead:
+                self.check_room(items.counts, items.sizes)
             self.add_items(items, now_ms)
         self.wake(to, len(ids))
         if queue.fifo:
@@ -263,7 +282,8 @@ class SqlMove(SqlSettle, SqlPublish):
             self.zones.lower(
                 {(queue.number, known[each].group.encode()): now_ms for each in ids}, now_ms
             )
-        self._count_moved(queue, to, state, len(ids), len(arriving), ended, now_ms)
+        left_bytes = sum(known[each].size for each in ids)
+        self._count_moved(queue, state, len(ids), left_bytes, to, items, ended, now_ms)
         # Both queues held these messages, and one of them from here on.
         if live or before:
             self._let_go([*live, *before])
@@ -280,20 +300,24 @@ class SqlMove(SqlSettle, SqlPublish):
     def _count_moved(
         self,
         queue: SqlQueue,
-        to: SqlQueue,
         state: State,
         left: int,
-        arrived: int,
+        left_bytes: int,
+        to: SqlQueue,
+        items: Items,
         ended: list[tuple[Any, ...]],
         now_ms: int,
     ) -> None:
         """Count messages that left a queue, and those of them that the other had not live."""
-        failed = sum(row[2] for row in ended)
-        source = "failed" if state is State.FAILED else "live"
+        failed, arrived = sum(row[2] for row in ended), items.counts.get(to, 0)
+        source = {"live": -left, "live_bytes": -left_bytes}
+        if state is State.FAILED:
+            source = {"failed": -left}
         counts = {
-            queue.number: {source: -left, "moved_out": left},
+            queue.number: {**source, "moved_out": left},
             to.number: {
                 "live": arrived,
+                "live_bytes": items.sizes.get(to, 0),
                 "done": failed - len(ended),
                 "failed": -failed,
                 "moved_in": arrived - len(ended),

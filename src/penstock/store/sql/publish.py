@@ -15,7 +15,8 @@ from penstock.store.life import life, log_publish
 from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql.connection import Refused
 from penstock.store.sql.database import columns
-from penstock.store.sql.session import SLOTS, SqlSession
+from penstock.store.sql.overflow import DROP_MESSAGES, SqlOverflow
+from penstock.store.sql.session import SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +40,9 @@ class Items:
         self.rows: list[tuple[int, int, bytes, int, int, int, int | None, int]] = []
         # When the pointer of each zone must have vested.
         self.zones: dict[Zone, int] = {}
+        # Messages and bytes of payloads that each queue gets.
         self.counts: dict[SqlQueue, int] = {}
+        self.sizes: dict[SqlQueue, int] = {}
 
     def add(
         self,
@@ -60,6 +63,7 @@ class Items:
         key = (queue.number, zone)
         self.zones[key] = min(vesting_ms, self.zones.get(key, vesting_ms))
         self.counts[queue] = self.counts.get(queue, 0) + 1
+        self.sizes[queue] = self.sizes.get(queue, 0) + about.size
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the rows as statements take them."""
@@ -88,7 +92,7 @@ class _Places(NamedTuple):
     any_log: bool
 
 
-class SqlPublish(SqlSession):
+class SqlPublish(SqlOverflow):
     """Publish."""
 
     def publish(
@@ -193,6 +197,8 @@ class SqlPublish(SqlSession):
                 stored.append((len(names), metadata, message.payload))
                 groups.append(message.envelope.group)
                 taken.append(names)
+        if self.limited:
+            self.check_room(items.counts, items.sizes)
         unrouted = 0 if routes is None else sum(not refs for refs, _, _ in stored)
         dedup_expires_ms = now_ms + dedup_window_ms
         with self.zones.recheck_if_slow(items.zones):
@@ -221,6 +227,8 @@ class SqlPublish(SqlSession):
         if life.level:
             stored_ids = dict(zip((nth for _, nth in places), ids, strict=True))
             log_publish([stored_ids[nth] for nth in range(1, len(stored) + 1)], taken)
+        if self.limited:
+            self.drop_excess(now_ms, max(DROP_MESSAGES, len(stored)), items.counts)
         return ids
 
     def _choose_logs(
@@ -298,9 +306,10 @@ class SqlPublish(SqlSession):
                 logs=places.logs,
                 **items.columns(),
                 **columns(
-                    sorted((queue.number, count) for queue, count in items.counts.items()),
+                    sorted((each.number, n, items.sizes[each]) for each, n in items.counts.items()),
                     "count_queues",
                     "count_numbers",
+                    "count_bytes",
                 ),
                 zones_versions=zones_versions,
                 segment_length_ms=SEGMENT_MS,
@@ -334,6 +343,8 @@ class SqlPublish(SqlSession):
         """Note queues to wake and times to sweep at."""
         for queue, count in items.counts.items():
             self.wake(queue, count)
+            if queue.spec.drops_oldest:
+                self.due(now_ms)
         for _, _, _, _, vesting_ms, _, expiry_ms, _ in items.rows:
             if vesting_ms > now_ms:
                 self.due(vesting_ms)

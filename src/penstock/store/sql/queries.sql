@@ -200,9 +200,15 @@ SELECT queue, sum(live)::bigint, sum(in_flight)::bigint, sum(done)::bigint, sum(
        sum(enqueued_total)::bigint, sum(claimed_total)::bigint, sum(acked_total)::bigint,
        sum(released_total)::bigint, sum(lease_expired_total)::bigint, sum(failed_total)::bigint,
        sum(redriven_total)::bigint, sum(removed_total)::bigint, sum(moved_in_total)::bigint,
-       sum(moved_out_total)::bigint
+       sum(moved_out_total)::bigint, sum(live_bytes)::bigint
 FROM queue_counts WHERE :queue::integer IS NULL OR queue = :queue
 GROUP BY queue;
+
+-- name: sum_load
+-- plan: once
+-- The live messages of queues that have limits, and the bytes of their payloads.
+SELECT queue, sum(live)::bigint, sum(live_bytes)::bigint
+FROM queue_counts WHERE queue = ANY (:queues::bigint[]) GROUP BY queue;
 
 -- part: next_sequences
 -- The next sequence numbers of a row of counters: they begin with the time.
@@ -212,7 +218,8 @@ greatest(next_sequence, :now_ms * :each_ms)
 -- plan: once
 -- Add to a queue's depths and totals.
 UPDATE queue_counts
-SET live = live + :live, in_flight = in_flight + :in_flight, done = done + :done,
+SET live = live + :live, live_bytes = live_bytes + :live_bytes,
+    in_flight = in_flight + :in_flight, done = done + :done,
     failed = failed + :failed, enqueued_total = enqueued_total + :enqueued,
     redriven_total = redriven_total + :redriven, removed_total = removed_total + :removed,
     moved_in_total = moved_in_total + :moved_in, moved_out_total = moved_out_total + :moved_out,
@@ -332,11 +339,13 @@ whole AS MATERIALIZED (
     FROM taken t, {given_items}
 ), counted AS (
     -- In a row that belongs to a head which is locked: no other process waits for it.
-    INSERT INTO queue_counts (queue, slot, live, enqueued_total, time_ms)
-    SELECT n.queue, :slots + t.log, n.number, n.number, :now_ms
-    FROM taken t, unnest(:count_queues::bigint[], :count_numbers::bigint[]) AS n (queue, number)
+    INSERT INTO queue_counts (queue, slot, live, live_bytes, enqueued_total, time_ms)
+    SELECT n.queue, :slots + t.log, n.number, n.size, n.number, :now_ms
+    FROM taken t, unnest(:count_queues::bigint[], :count_numbers::bigint[], :count_bytes::bigint[])
+        AS n (queue, number, size)
     ON CONFLICT (queue, slot) DO UPDATE
     SET live = queue_counts.live + excluded.live,
+        live_bytes = queue_counts.live_bytes + excluded.live_bytes,
         enqueued_total = queue_counts.enqueued_total + excluded.enqueued_total,
         time_ms = greatest(queue_counts.time_ms, excluded.time_ms)
 ), late AS MATERIALIZED (
@@ -803,10 +812,15 @@ kept AS (
 SELECT i.queue, i.message_id, i.lease_id, false, NULL::bytea, i.consumer
 FROM items i WHERE {of_receipts} AND i.vesting_ms <= :now_ms
 
+-- part: numbers_gone
+-- How many live messages of each queue are gone, and the bytes of their payloads.
+(SELECT queue, count(*) AS number, sum(size)::bigint AS size FROM gone GROUP BY queue ORDER BY queue)
+
 -- part: counted_done
 -- Counters, and the sequence numbers of done messages.
 UPDATE queue_counts c
-SET live = live - n.number, in_flight = in_flight - n.number, done = done + n.number,
+SET live = live - n.number, live_bytes = live_bytes - n.size,
+    in_flight = in_flight - n.number, done = done + n.number,
     acked_total = acked_total + n.number, next_sequence = {next_sequences} + n.number,
     time_ms = greatest(time_ms, :now_ms)
 
@@ -816,7 +830,7 @@ SET live = live - n.number, in_flight = in_flight - n.number, done = done + n.nu
 -- statement. Tells which were held, and which of those in time.
 WITH {acked_items}, counted AS (
     {counted_done}
-    FROM (SELECT queue, count(*) AS number FROM gone GROUP BY queue ORDER BY queue) AS n
+    FROM {numbers_gone} AS n
     WHERE c.queue = n.queue AND c.slot = :slot
     RETURNING c.queue, c.next_sequence - n.number AS first
 ), {kept_done}
@@ -832,8 +846,7 @@ WITH {acked_items}, lower AS (
 ), {lowered_pointers}, counted AS (
     {counted_done}
     -- After the pointers, as every statement locks them.
-    FROM (SELECT count(*) FROM lowered) AS before,
-         (SELECT queue, count(*) AS number FROM gone GROUP BY queue ORDER BY queue) AS n
+    FROM (SELECT count(*) FROM lowered) AS before, {numbers_gone} AS n
     WHERE c.queue = n.queue AND c.slot = :slot
     RETURNING c.queue, c.next_sequence - n.number AS first
 ), {kept_done}
@@ -980,13 +993,13 @@ WITH gone AS (
     SELECT DISTINCT queue, zone, :now_ms AS vesting_ms, true AS freed FROM gone WHERE rank < 0
 ), {lowered_pointers}, counted AS (
     UPDATE queue_counts c
-    SET live = live - n.number, in_flight = in_flight - n.number, failed = failed + n.number,
+    SET live = live - n.number, live_bytes = live_bytes - n.size,
+        in_flight = in_flight - n.number, failed = failed + n.number,
         failed_total = failed_total + n.number, next_sequence = {next_sequences} + n.number,
         released_total = released_total + CASE WHEN :ending = 1 THEN n.number ELSE 0 END,
         lease_expired_total = lease_expired_total + CASE WHEN :ending = 2 THEN n.number ELSE 0 END,
         time_ms = greatest(time_ms, :now_ms)
-    FROM (SELECT count(*) FROM lowered) AS before,
-         (SELECT queue, count(*) AS number FROM gone GROUP BY queue ORDER BY queue) AS n
+    FROM (SELECT count(*) FROM lowered) AS before, {numbers_gone} AS n
     WHERE c.queue = n.queue AND c.slot = :slot
     RETURNING c.queue, c.next_sequence - n.number AS first
 ), kept AS (
@@ -1004,6 +1017,37 @@ WITH gone AS (
     FROM gone
 )
 SELECT queue, message_id, lease_id, true, CASE WHEN rank < 0 THEN zone END, consumer FROM gone;
+
+-- name: oldest_waiting
+-- The waiting messages of a queue with the lowest ids, and the bytes of their payloads.
+SELECT message_id, size FROM items WHERE queue = :queue AND lease_id IS NULL
+ORDER BY message_id LIMIT :count;
+
+-- name: drop_items
+-- Let waiting items of a queue fail, which is over a limit: from the live ones into the failed ones.
+WITH picked AS (
+    SELECT message_id FROM items
+    WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]) AND lease_id IS NULL
+    ORDER BY message_id FOR UPDATE
+), gone AS (
+    DELETE FROM items i USING picked p
+    WHERE i.queue = :queue AND i.message_id = p.message_id
+    RETURNING i.*
+), counted AS (
+    UPDATE queue_counts c
+    SET live = live - n.number, live_bytes = live_bytes - n.size, failed = failed + n.number,
+        failed_total = failed_total + n.number, next_sequence = {next_sequences} + n.number,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM {numbers_gone} AS n
+    WHERE c.queue = n.queue AND c.slot = :slot
+    RETURNING c.queue, c.next_sequence - n.number AS first
+), kept AS (
+    INSERT INTO ended
+    SELECT g.queue, true, (c.first + row_number() OVER (ORDER BY g.message_id) - 1) * :slots + :slot,
+           g.message_id, :now_ms, g.attempts, :why
+    FROM gone g JOIN counted c ON c.queue = g.queue
+)
+SELECT message_id, zone, size FROM gone;
 
 -- === What is due. What is bounded by a count is picked first (MATERIALIZED): joined as a subquery it
 -- may be picked again for every row, each time others than those that are locked already.
@@ -1227,7 +1271,7 @@ WITH picked AS (
 )
 DELETE FROM items i USING picked p
 WHERE i.queue = :queue AND i.message_id = p.message_id
-RETURNING i.message_id, i.zone, i.lease_id IS NOT NULL, i.attempts, i.vesting_ms;
+RETURNING i.message_id, i.zone, i.lease_id IS NOT NULL, i.attempts, i.vesting_ms, i.size;
 
 -- name: pick_items
 -- The ids of items in a state, lowest first.
@@ -1364,13 +1408,14 @@ WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id
 -- Each queue with its counters, and with the numbers of its rows.
 (SELECT q.name, q.number, c.*,
         (SELECT count(*) FROM items i WHERE i.queue = q.number) AS rows_live,
+        (SELECT coalesce(sum(i.size), 0) FROM items i WHERE i.queue = q.number) AS rows_bytes,
         (SELECT count(*) FROM items i WHERE i.queue = q.number
          AND i.lease_id IS NOT NULL) AS rows_in_flight,
         (SELECT count(*) FROM ended e WHERE e.queue = q.number AND NOT e.failed) AS rows_done,
         (SELECT count(*) FROM ended e WHERE e.queue = q.number AND e.failed) AS rows_failed
  FROM queues q
  CROSS JOIN LATERAL (
-     SELECT sum(live) AS live, sum(in_flight) AS in_flight, sum(done) AS done,
+     SELECT sum(live) AS live, sum(live_bytes) AS live_bytes, sum(in_flight) AS in_flight, sum(done) AS done,
             sum(failed) AS failed
      FROM queue_counts n WHERE n.queue = q.number
  ) AS c)
@@ -1379,16 +1424,17 @@ WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id
 -- Queues whose counters do not match their rows.
 SELECT convert_to(name, 'UTF8'),
        concat(name, ': live ', live, ', ', in_flight, ' in flight, ', done, ' done, ', failed,
-              ' failed; rows say ', rows_live, ', ', rows_in_flight, ', ', rows_done, ', ',
-              rows_failed)
+              ' failed, ', live_bytes, ' bytes; rows say ', rows_live, ', ', rows_in_flight, ', ',
+              rows_done, ', ', rows_failed, ', ', rows_bytes)
 FROM {counted_queues} AS each
-WHERE (live, in_flight, done, failed) IS DISTINCT FROM
-      (rows_live, rows_in_flight, rows_done, rows_failed);
+WHERE (live, live_bytes, in_flight, done, failed) IS DISTINCT FROM
+      (rows_live, rows_bytes, rows_in_flight, rows_done, rows_failed);
 
 -- name: mend_wrong_counts
 -- One row of each queue makes up for the difference.
 UPDATE queue_counts n
-SET live = n.live + d.rows_live - d.live, in_flight = n.in_flight + d.rows_in_flight - d.in_flight,
+SET live = n.live + d.rows_live - d.live, live_bytes = n.live_bytes + d.rows_bytes - d.live_bytes,
+    in_flight = n.in_flight + d.rows_in_flight - d.in_flight,
     done = n.done + d.rows_done - d.done, failed = n.failed + d.rows_failed - d.failed
 FROM {counted_queues} AS d
 WHERE n.queue = d.number AND n.slot = :slot;

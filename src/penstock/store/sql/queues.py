@@ -117,6 +117,8 @@ class SqlQueues(SqlMove, SqlRouting):
         if spec.dead_letter != present.dead_letter:
             self._parked.discard((number, present.dead_letter))
         self._retention_looked_ms = None
+        if spec.drops_oldest:
+            self.due(now_ms)
 
     # --- drain and delete ------------------------------------------------------------------
 
@@ -255,8 +257,9 @@ class SqlQueues(SqlMove, SqlRouting):
             ids = [row[0] for row in rows]
             if queue.fifo:
                 self.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
-            leased, count = sum(row[2] for row in rows), len(ids)
-            self.add_counts(queue.number, now_ms, live=-count, in_flight=-leased, removed=count)
+            leased, count, size = sum(row[2] for row in rows), len(ids), sum(r[5] for r in rows)
+            gone = {"live": -count, "live_bytes": -size, "in_flight": -leased, "removed": count}
+            self.add_counts(queue.number, now_ms, **gone)
             self._forget_messages(queue, ids)
             return count
 

@@ -236,7 +236,9 @@ class SqlRouting(SqlPublish):
         """Put messages into queues, and count them."""
         self.add_items(items, now_ms)
         for queue, count in sorted(items.counts.items(), key=lambda each: each[0].number):
-            self.add_counts(queue.number, now_ms, live=count, enqueued=count)
+            self.add_counts(
+                queue.number, now_ms, live=count, live_bytes=items.sizes[queue], enqueued=count
+            )
 
     def take_epoch(self, now_ms: int) -> int:  # noqa: ARG002 - the contract's
         """Fence every pipeline that took an epoch before; return the new one."""
@@ -343,6 +345,7 @@ class SqlRouting(SqlPublish):
             items = Items()
             for each in kept:
                 _add_logged(items, queue, each, wanted[each], now_ms)
+            self.check_room(items.counts, items.sizes)
             self._enqueue(items, now_ms)
             queue.coverage.note(start, stop, queue.spec.filter)
             self.put_coverage(queue)

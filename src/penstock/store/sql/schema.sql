@@ -110,13 +110,14 @@ CREATE TABLE queues (
     unclaimed_retention_ms  bigint NOT NULL
 );
 
--- Depths and totals of each queue, in rows whose sums count, so that processes do not wait for each
+-- Depths, payload bytes of live messages and totals of each queue, in rows whose sums count, so that processes do not wait for each
 -- other: a process adds to one of the slots 0 to 15, a publish to slot 16 + log of a head that it
 -- holds. A row of ended has the number next_sequence * 16 + slot.
 CREATE TABLE queue_counts (
     queue               integer NOT NULL,
     slot                smallint NOT NULL,
     live                bigint NOT NULL DEFAULT 0,
+    live_bytes          bigint NOT NULL DEFAULT 0,
     in_flight           bigint NOT NULL DEFAULT 0,
     done                bigint NOT NULL DEFAULT 0,
     failed              bigint NOT NULL DEFAULT 0,

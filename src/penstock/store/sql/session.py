@@ -123,8 +123,9 @@ class SqlSession:
         self.zones = Zones(self)
         self.by_name: dict[str, SqlQueue] = {}
         self.by_number: dict[int, SqlQueue] = {}
-        # The names of FIFO queues: a publish asks for them.
+        # The names of FIFO queues, and of those with limits: a publish asks for them.
         self.fifo: frozenset[str] = frozenset()
+        self.limited: frozenset[str] = frozenset()
         self.store_id: int = database.run("load_instance")[0][0]
         self.routing = ""
         self.settings = LogSettings()
@@ -260,6 +261,7 @@ class SqlSession:
             self.by_name = {queue.name: queue for queue in queues}
             self.by_number = {queue.number: queue for queue in queues}
             self.fifo = frozenset(queue.name for queue in queues if queue.fifo)
+            self.limited = frozenset(queue.name for queue in queues if queue.spec.is_limited)
             self.head = head.beside(self.head)
             self._replaced += 1
             for name in known.keys() - self.by_name.keys():

@@ -20,7 +20,8 @@ from penstock.store.receipts import (
     queue_numbers,
 )
 from penstock.store.sql.database import columns
-from penstock.store.sql.session import EACH_MS, SLOTS, SqlSession
+from penstock.store.sql.overflow import SqlOverflow
+from penstock.store.sql.session import EACH_MS, SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ LEASE_EXPIRED: Final = "lease expired"
 _Key = tuple[int, int, bytes]
 
 
-class SqlSettle(SqlSession):
+class SqlSettle(SqlOverflow):
     """The verbs that take receipts."""
 
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
@@ -283,11 +284,7 @@ class SqlSettle(SqlSession):
         for number in {row[0] for row in rows}:
             queue = self.numbered(number)
             if queue is not None:
-                self.wake(queue, sum(row[0] == number for row in rows))
-                if queue.spec.failed_retention_ms:
-                    self.due_for_retention(now_ms + queue.spec.failed_retention_ms)
-                if queue.spec.dead_letter:
-                    self.due(now_ms)
+                self._note_failed(queue, sum(row[0] == number for row in rows), now_ms)
         return rows
 
     def _log_step(self, event: str, rows: Sequence[Row], reason: str = "") -> None:

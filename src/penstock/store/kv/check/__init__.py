@@ -421,6 +421,7 @@ class _Reading(tables.Rows):
             next_done=max(counts.next_done, messages.next_part[State.DONE]),
             next_failed=max(counts.next_failed, messages.next_part[State.FAILED]),
             next_claim=max(counts.next_claim, messages.next_claim),
+            live_bytes=sum(messages.sizes.values()),
         )
         if right != counts:
             values = zip(*map(msgspec.structs.astuple, (counts, right)), strict=True)

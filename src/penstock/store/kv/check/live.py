@@ -16,6 +16,7 @@ from penstock.limits import MAX_ATTEMPTS, MAX_DURATION_MS
 from penstock.model import State
 from penstock.store.check_report import Kind
 from penstock.store.codec import buckets, opendata
+from penstock.store.codec.metadata import read_metadata
 from penstock.store.codec.stored import NO_LEASE, decode_stored_item, encode_stored_item, with_lease
 from penstock.store.kv.check.tables import LARGE_PAGE, DerivedRows, RefusedRow
 from penstock.store.live import Beliefs, Item, group_of, lane_of
@@ -39,7 +40,8 @@ class QueueMessages:
     """The messages of one queue, and the latest time that it has seen (``floor_ms``).
 
     ``waiting`` and ``flight`` map message ids to keys, ``leases`` keys in flight to their leases,
-    ``attempts`` all message ids to their attempts, ``due`` waiting keys to when they expire.
+    ``attempts`` all message ids to their attempts, ``due`` waiting keys to when they expire,
+    ``sizes`` live message ids to the bytes of their payloads, if the queue has ``max_bytes``.
     ``to_remove`` are live copies to remove, with their ids, ``to_add`` messages to add anew.
     """
 
@@ -55,6 +57,8 @@ class QueueMessages:
         self.ended: dict[State, set[int]] = {State.DONE: set(), State.FAILED: set()}
         self.attempts: dict[int, int] = {}
         self.due: dict[int, int] = {}
+        # Sizes of the payloads of live messages, if the queue counts them.
+        self.sizes: dict[int, int] = {}
         self.to_remove: list[tuple[int, Place]] = []
         self.to_add: list[Item] = []
         # The lowest numbers that the next parts of history and the next claim may have.
@@ -69,6 +73,9 @@ class QueueMessages:
             return
         self.remove(id_)
         self.attempts[id_] = item.attempts
+        metadata = read_metadata(item.metadata) if self.queue.spec.max_bytes else None
+        if metadata is not None:
+            self.sizes[id_] = metadata.size
         if in_flight:
             self.flight[id_] = item.key
             self.leases[item.key] = item.lease
@@ -89,6 +96,7 @@ class QueueMessages:
             self.delayed.discard(message_id)
             self.due.pop(key, None)
             self.leases.pop(key, None)
+            self.sizes.pop(message_id, None)
 
 
 class IndexedAudit:
