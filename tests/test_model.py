@@ -44,6 +44,7 @@ release        -          -          -          available  -     -
 release_later  -          -          -          delayed    -     -
 expire         -          -          -          available  -     -
 exhaust        -          -          -          failed     -     -
+overflow       -          failed     failed     -          -     -
 redrive        -          -          -          -          -     available
 move_out       -          gone       gone       -          -     gone
 move_in        available  -          -          -          available available

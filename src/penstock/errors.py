@@ -184,8 +184,14 @@ class NotAllowed(PenstockError):
 class LimitReached(PenstockError):
     """A queue is full, or a key publishes too fast; the message names the limit.
 
-    Nothing was changed. The message says when it is worth trying again, if that is known.
+    Nothing was changed. The message of a key that is too fast says when to try again, in
+    milliseconds; so does ``retry_after_ms`` at the server. A client has the message alone.
     """
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        """Keep the wait beside the message, for protocols that have a place for it."""
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
 
 
 class StoreLocked(PenstockError):

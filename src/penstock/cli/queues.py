@@ -32,6 +32,14 @@ _SETTINGS: Final = (
     ("--unclaimed-retention", "unclaimed_retention_ms", duration, "Keep unclaimed ones."),
     ("--bucket-exponent", "bucket_exponent", int, "Bucket size 10^n, in the buckets design."),
     ("--description", "description", str, "Words for people."),
+    ("--max-messages", "max_messages", int, "Messages that may wait or be in flight; 0: any."),
+    ("--max-bytes", "max_bytes", int, "Bytes of their payloads; 0: any."),
+    (
+        "--overflow",
+        "overflow",
+        click.Choice(["refuse", "drop_oldest"]),
+        "What happens to more: refuse them, or let the oldest fail.",
+    ),
     ("--dead-letter", "dead_letter", str, "The queue that what fails is moved to; '': none."),
 )
 

@@ -216,18 +216,20 @@ def keys() -> None:
               "publish:orders-*.")  # fmt: skip
 @click.option("--sqs", is_flag=True, help="For SQS clients too: the file then holds the secret.")
 @click.option("--description", default="", help="Words for people.")
+@click.option("--messages-per-second", type=click.IntRange(0), default=0,
+              help="How fast it may publish; 0: no limit.")  # fmt: skip
+@click.option("--bytes-per-second", type=click.IntRange(0), default=0,
+              help="The same in bytes of payloads.")  # fmt: skip
 @_keys_option
 @common.json_option
-def add(
-    path: Path, key_id: str, permissions: tuple[str, ...], description: str, *, sqs: bool
-) -> None:
+def add(path: Path, key_id: str, permissions: tuple[str, ...], **settings: Any) -> None:
     """Make a key and show its secret, this once.
 
     A running server takes it up by itself. Of the secret the file holds a salted hash only,
     except with --sqs: signatures can't be checked without the secret itself, so whoever can read
     the file can use those keys.
     """
-    secret = security.add_key(path, key_id, list(permissions), sqs=sqs, description=description)
+    secret = security.add_key(path, key_id, list(permissions), **settings)
     _show_secret(path, key_id, secret)
 
 
@@ -265,18 +267,26 @@ def rotate(path: Path, key_id: str, *, finish: bool) -> None:
 def list_keys(path: Path) -> None:
     """List the keys and what they may do; no secrets."""
     rows = [
-        (key_id, key.permissions, bool(key.secret), len(key.secrets), key.description)
+        (key_id, key.permissions, bool(key.secret), len(key.secrets), key.description,
+         security.rates_of(key))
         for key_id, key in sorted(security.read_keys(path).items())
-    ]
+    ]  # fmt: skip
     if common.wants_json():
-        names = ("key_id", "permissions", "sqs", "secrets", "description")
-        common.emit_json([dict(zip(names, row, strict=True)) for row in rows])
+        names = ("key_id", "permissions", "sqs", "secrets", "description", *security.RATES)
+        common.emit_json([dict(zip(names, (*row, *rates), strict=True)) for *row, rates in rows])
         return
     texts = [
-        (name, " ".join(may), "yes" if sqs else "no", secrets, text)
-        for name, may, sqs, secrets, text in rows
+        (
+            name,
+            " ".join(may),
+            "yes" if sqs else "no",
+            secrets,
+            text,
+            *(each or "" for each in rates),
+        )
+        for name, may, sqs, secrets, text, rates in rows
     ]
-    columns = ("key", "may", "sqs", ":secrets", "description")
+    columns = ("key", "may", "sqs", ":secrets", "description", ":messages/s", ":bytes/s")
     common.show_table(columns, texts, empty="there are no keys")
 
 

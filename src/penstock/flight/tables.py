@@ -99,6 +99,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
         "backoff_base_ms long, backoff_cap_ms long, delay_ms long, done_retention_ms long, "
         "failed_retention_ms long, unclaimed_retention_ms long, bucket_exponent int, "
         "description string, dead_letter string, labels map, created_at_ms long, version long, "
+        "max_messages long, max_bytes long, overflow string, "
         f"{_DEPTHS}, done long, failed long, draining bool"
     ),
     "groups": make_schema(f"queue string, group string, {_DEPTHS}, oldest_published_at time?"),

@@ -22,7 +22,7 @@ import threading
 import tomllib
 from collections import OrderedDict
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -31,6 +31,7 @@ from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, QueueNotFound
 from penstock.filters import default_filter, parse
+from penstock.server.rates import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _WAY_OUT: Final = "This server asks for no keys, so it takes no requests that "
 ACTIONS: Final = ("publish", "consume", "admin")
+RATES: Final = ("messages_per_second", "bytes_per_second")
 _KEY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PATTERN: Final = re.compile(r"[A-Za-z0-9._*-]{1,80}")
 # A secret has 240 random bits: the cost need not make up for a weak one, and a stranger that sends
@@ -63,6 +65,7 @@ class Principal(msgspec.Struct, eq=False):
     grants: tuple[tuple[str, str], ...] = ()
     # Whether it logged in by the secret that a newer one is to replace.
     former: bool = False
+    rate: Rate | None = None
 
     def may(self, action: str, queue: str | None = None) -> bool:
         """Whether an action on a queue is allowed; ``None`` or ``*`` is one on all queues."""
@@ -182,6 +185,8 @@ class Key(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_default
     former_hash: str = ""
     former_secret: str = ""
     description: str = ""
+    messages_per_second: Annotated[int, msgspec.Meta(ge=0)] = 0
+    bytes_per_second: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def secrets(self) -> list[Secret]:
@@ -205,19 +210,26 @@ class Keys:
         self._keys: dict[str, Key] = {}
         # Each secret has its own: connections made by one that is taken away end with it.
         self._principals: dict[tuple[str, Secret], Principal] = {}
+        # By key: its rate, which its secrets share.
+        self._rates: dict[str, Rate] = {}
         # By key with two secrets: the second at which the former one was last used, or 0.
         self.former_used: dict[str, int] = {}
         self._adopt(read_keys(path))
 
     def _adopt(self, keys: dict[str, Key]) -> None:
         with self._lock:
-            principals = {}
+            principals: dict[tuple[str, Secret], Principal] = {}
+            rates: dict[str, Rate] = {}
             for key_id, key in keys.items():
+                rate = _rate_of(key, self._rates.get(key_id))
+                if rate is not None:
+                    rates[key_id] = rate
                 for number, secret in enumerate(key.secrets):
                     found = self._principals.pop((key_id, secret), None) or Principal(key_id)
                     found.grants = _grants(key_id, key.permissions)
-                    found.former = number > 0
+                    found.former, found.rate = number > 0, rate
                     principals[key_id, secret] = found
+            self._rates = rates
             two = [key_id for key_id, key in keys.items() if len(key.secrets) > 1]
             self.former_used = {each: self.former_used.get(each, 0) for each in two}
             for gone in self._principals.values():
@@ -292,6 +304,19 @@ class Keys:
         """Whether this is a key that was not made for SQS."""
         key = self._keys.get(key_id)
         return key is not None and not key.secret
+
+
+def _rate_of(key: Key, known: Rate | None) -> Rate | None:
+    """Return the rate that all secrets of a key share; a known one keeps what was used of it."""
+    wanted = rates_of(key)
+    if known is None or tuple(known.limits.values()) != wanted:
+        return Rate(*wanted) if any(wanted) else None
+    return known
+
+
+def rates_of(key: Key) -> tuple[int, int]:
+    """Return how fast a key may publish: messages and bytes a second, 0: no limit."""
+    return key.messages_per_second, key.bytes_per_second
 
 
 def _fingerprint(path: Path) -> tuple[int, int, int] | None:
@@ -416,9 +441,18 @@ def _toml(key_id: str, key: Key) -> str:
 
 
 def add_key(
-    path: Path, key_id: str, permissions: list[str], *, sqs: bool = False, description: str = ""
+    path: Path,
+    key_id: str,
+    permissions: list[str],
+    *,
+    sqs: bool = False,
+    description: str = "",
+    **rates: int,
 ) -> str:
-    """Make a key and return its secret, which only SQS keys leave in the file."""
+    """Make a key and return its secret, which only SQS keys leave in the file.
+
+    ``rates``: ``messages_per_second`` and ``bytes_per_second``, 0: no limit.
+    """
     keys = read_keys(path) if path.exists() else {}
     if key_id in keys:
         raise InvalidInput(f"there is a key {key_id!r} already: remove it first")
@@ -426,7 +460,11 @@ def add_key(
         raise InvalidInput("a key's description is one line of printable text")
     plain, secret = _new_secret(sqs=sqs)
     key = Key(
-        permissions=permissions, description=description, hash=secret.hash, secret=secret.plain
+        permissions=permissions,
+        description=description,
+        hash=secret.hash,
+        secret=secret.plain,
+        **rates,
     )
     _check_key(path, key_id, key)
     write_keys(path, {**keys, key_id: key})

@@ -50,6 +50,8 @@ FIELDS: Final = (
     Field("done_retention_ms", "Keep done messages", "0: for ever."),
     Field("failed_retention_ms", "Keep failed messages", "0: for ever."),
     Field("unclaimed_retention_ms", "Keep unclaimed messages", "0: for ever."),
+    Field("max_messages", "Most messages", "Waiting or in flight; 0: any.", is_duration=False),
+    Field("max_bytes", "Most bytes", "Of their payloads; 0: any.", is_duration=False),
     Field("bucket_exponent", "Bucket exponent", "For the design of buckets.", is_duration=False),
 )
 TEXTS: Final = ("filter", "description", "dead_letter")
@@ -176,6 +178,7 @@ def write_settings(spec: QueueSpec) -> dict[str, str]:
     for field in FIELDS:
         value = getattr(spec, field.name)
         texts[field.name] = _write_duration(value) if field.is_duration else str(value)
+    texts["overflow"] = spec.overflow.value
     texts |= {"name": spec.name, "ordering": spec.ordering.value, "version": str(spec.version)}
     return texts
 
@@ -199,6 +202,8 @@ def read_settings(form: dict[str, str]) -> dict[str, Any]:
             raise InvalidInput(f"{field.label}: {text!r:.100} is not {kind}") from None
     # Browsers send line ends as CR LF.
     texts = {name: form.get(name, "").replace("\r\n", "\n").strip() for name in TEXTS}
+    if form.get("overflow"):
+        settings["overflow"] = form["overflow"]
     return {**settings, **texts}
 
 

@@ -30,6 +30,7 @@ from penstock.broker.requests import Ack, Publish
 from penstock.errors import NotAllowed, PenstockError, QueueNotFound, StoreDamaged
 from penstock.packing import check_packed
 from penstock.server.batcher import Batcher
+from penstock.server.rates import spend_rate
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
 from penstock.validation import check_count, check_receipts
 from penstock.wire import native as wire
@@ -188,9 +189,10 @@ def _explain(batcher: Batcher, pending: PendingRequest, principal: Principal) ->
     return batcher.call(lambda broker: broker.explain_to(partial(_may_see, principal), **fields))
 
 
-def _publish(batcher: Batcher, pending: PendingRequest, _: Principal) -> None:
+def _publish(batcher: Batcher, pending: PendingRequest, principal: Principal) -> None:
     request = pending.request
     check_packed(request.messages)
+    spend_rate(principal, request.messages)
     batcher.submit(Publish(request.messages, request.queue), pending)
 
 

@@ -19,6 +19,7 @@ from penstock.errors import (
     BrokerClosed,
     InvalidInput,
     InvalidReceipt,
+    LimitReached,
     NotAllowed,
     QueueExists,
     QueueNotFound,
@@ -27,7 +28,13 @@ from penstock.errors import (
 from penstock.server.http import Response
 from penstock.server.security import ANYONE, Principal
 from penstock.server.sqs import messages, queues
-from penstock.server.sqs.context import QueueCache, ReceiveAttempts, SqsCall, SqsOptions
+from penstock.server.sqs.context import (
+    QueueCache,
+    ReceiveAttempts,
+    SqsCall,
+    SqsOptions,
+    limit_fault,
+)
 from penstock.server.steps import Steps, begin
 from penstock.wire.sqs import protocol, signature
 from penstock.wire.sqs import queues as wire
@@ -281,6 +288,9 @@ def _fault_of(error: Exception, operation: str) -> SqsFault:
     """Make an error of the broker one of SQS."""
     if isinstance(error, SqsFault):
         return error
+    limit = limit_fault(error)
+    if limit is not None:
+        return limit
     for kind, code, text, status in _FAULTS:
         if isinstance(error, kind):
             return SqsFault(code, text.format(error), status=status)
@@ -295,6 +305,8 @@ def _refused(
     """Return the outcome's name, and the answer."""
     fault = _fault_of(error, operation)
     headers: tuple[tuple[str, str], ...] = (("x-amzn-RequestId", request_id),)
+    if isinstance(error, LimitReached) and error.retry_after_ms is not None:
+        headers += (("Retry-After", str(-(-error.retry_after_ms // 1_000))),)
     if xml:
         body, kind = protocol.encode_query_fault(fault, request_id), _XML
     else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from penstock import limits
+from penstock.errors import LimitReached
 from penstock.server.security import ANYONE
 from penstock.wire.sqs.protocol import SqsFault
 from penstock.wire.sqs.queues import QueueView, view_of
@@ -31,6 +32,15 @@ _MESSAGE_BYTES: Final = 1_024
 # SQS takes letters, digits and punctuation of ASCII in them.
 _TOKEN: Final = re.compile(r"[!-~]{1,128}")
 _ENTRY_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
+
+
+def limit_fault(error: Exception) -> SqsFault | None:
+    """Make the fault of a limit: one that SDKs try again after a while, or that of a full queue."""
+    if not isinstance(error, LimitReached):
+        return None
+    if error.retry_after_ms is not None:
+        return SqsFault("RequestThrottled", str(error))
+    return SqsFault("OverLimit", str(error), status=403)
 
 
 class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,14 +14,16 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock import limits
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import InvalidInput, LimitReached, PenstockError
 from penstock.model import AttemptEnd, Message
+from penstock.server.rates import spend_rate
 from penstock.server.sqs.context import (
     Answer,
     check_entries,
     check_range,
     check_token,
     failed_entry,
+    limit_fault,
 )
 from penstock.server.waiting import ClaimWait
 from penstock.wire.sqs import messages
@@ -60,6 +62,7 @@ async def send(call: SqsCall, request: SqsRequest) -> Answer:
     view = await call.view_of(request, "publish")
     message, answer, size = _prepare(call, view, request)
     _check_size(view, size)
+    spend_rate(call.principal, [message])
     (message_id,) = await call.sqs.batcher.publish([message], queue=view.name)
     return _complete(call.sqs, view, answer, message_id)
 
@@ -89,10 +92,12 @@ async def send_batch(call: SqsCall, request: SqsRequest) -> Answer:
             f"Batch requests cannot be longer than {limits.SQS_MAX_MESSAGE_BYTES} bytes. "
             f"You have sent {total} bytes.",
         )
+    batch = [message for _, message, _ in prepared]
+    spend_rate(call.principal, batch)
     outcomes = await _each(
-        [message for _, message, _ in prepared],
+        batch,
         lambda batch: call.sqs.batcher.publish(batch, queue=view.name),
-        lambda _, error: SqsFault.invalid(str(error)),
+        lambda _, error: limit_fault(error) or SqsFault.invalid(str(error)),
     )
     successful = []
     for (entry, _, answer), outcome in zip(prepared, outcomes, strict=True):
@@ -113,13 +118,13 @@ async def _each(
         return []
     try:
         return list(await verb(items))
-    except InvalidInput:
+    except (InvalidInput, LimitReached):
         pass
     results: list[Result | SqsFault] = []
     for item in items:
         try:
             results += await verb([item])
-        except InvalidInput as error:
+        except (InvalidInput, LimitReached) as error:
             results.append(fault_of(item, error))
     return results
 

@@ -16,13 +16,12 @@ from penstock.store.policy import Coverage, Stretch
 from penstock.store.sql.database import columns
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import SqlRouting
-from penstock.store.sql.session import SLOTS
+from penstock.store.sql.session import SLOTS, SqlQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from penstock.model import QueueSpec
-    from penstock.store.sql.session import SqlQueue
 
 log = logging.getLogger(__name__)
 

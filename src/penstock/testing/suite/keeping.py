@@ -164,6 +164,7 @@ class KeepingSuite(Suite):
             "moved_in_total": 0,
             "moved_out_total": 0,
             "oldest_in_flight_ms": 500,
+            "live_bytes": 0,
         }
 
     def test_age_of_the_oldest_waiting_message(self) -> None:
