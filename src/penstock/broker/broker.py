@@ -68,8 +68,8 @@ T = TypeVar("T")
 
 # Batches of routing that are remembered, for a look.
 SHOWN_BATCHES: Final = 10
-# Messages that a verb over many takes before it lets others in.
-MASS_STEP: Final = 2_000
+# Messages that a verb over many takes before it lets others in: those of one commit.
+MASS_STEP: Final = 1_000
 
 
 class Broker(ServedBroker):
@@ -376,7 +376,7 @@ class Broker(ServedBroker):
         for part in parts:
             after: bytes | None = b""
             while after is not None:
-                one, after = self._runner.apply(partial(step, part, after))
+                one, after = self._runner.apply_step(partial(step, part, after))
                 redriven += one
         return redriven
 
@@ -415,7 +415,7 @@ class Broker(ServedBroker):
         depth = getattr(self.stats(queue), checked.value) if ids is None else len(ids)
         moved = at = 0
         while True:
-            one = self._runner.apply(step)
+            one = self._runner.apply_step(step)
             moved, at = moved + one, at + MASS_STEP
             if moved == limit or at >= depth or (ids is None and one < MASS_STEP):
                 return moved
@@ -426,25 +426,28 @@ class Broker(ServedBroker):
         *,
         states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED),
         message_ids: Iterable[int] | None = None,
+        limit: int | None = None,
     ) -> int:
         """Remove the messages of a queue that are in one of the states; return how many.
 
         In flight ones are removed only if asked for; their receipts become stale. Failed ones can
-        be removed by ``message_ids``.
+        be removed by ``message_ids``. With ``limit`` so many at most: a caller that shows how far
+        it is calls again until fewer are removed. It goes in steps, others are let in between.
         """
         checked = check_states(states)
+        check_optional(limit, "limit", 1, limits.MAX_OFFSET)
         if message_ids is not None:
             return self._purge_failed(queue, checked, check_ids(list(message_ids)))
         stats = self.stats(queue)
         # Messages that come into the queue meanwhile must not keep this going for ever.
         depth = sum(getattr(stats, state.value) for state in set(checked))
+        most = depth if limit is None else limit
         removed = 0
         while True:
-            one = self._runner.apply(
-                lambda now_ms: self._store.purge(queue, checked, now_ms, limit=MASS_STEP)
-            )
+            room = MASS_STEP if limit is None else min(MASS_STEP, limit - removed)
+            one = self._runner.apply_step(partial(self._store.purge, queue, checked, limit=room))
             removed += one
-            if one < MASS_STEP or removed >= depth:
+            if one < room or removed >= most:
                 return removed
 
     def _purge_failed(self, queue: str, states: list[State], ids: list[int]) -> int:
@@ -452,7 +455,9 @@ class Broker(ServedBroker):
             raise InvalidInput("only failed messages can be purged by their ids: states=['failed']")
         self.queue(queue)
         remove = partial(self._store.purge, queue, states)
-        return sum(self._runner.apply(partial(remove, message_ids=part)) for part in _steps(ids))
+        return sum(
+            self._runner.apply_step(partial(remove, message_ids=part)) for part in _steps(ids)
+        )
 
     def trim(
         self, queue: str, *, state: State | str, before: int, created_at_ms: int | None = None
@@ -471,7 +476,7 @@ class Broker(ServedBroker):
             self._store.purge, limit=MASS_STEP, before=before, created_at_ms=created_at_ms
         )
         removed = 0
-        while one := self._runner.apply(lambda now_ms: limited(queue, [checked], now_ms)):
+        while one := self._runner.apply_step(lambda now_ms: limited(queue, [checked], now_ms)):
             removed += one
         return removed
 

@@ -56,6 +56,9 @@ RETRY_MS: Final = 1_000
 # The least pause of the sweeper of a parallel store for what other calls have noted meanwhile: it
 # may be something that only another process can do.
 BREATH_MS: Final = 20
+# How long the sweeper, and a verb over many messages, stay away from the store between two steps: a
+# thread that lets go of a lock and wants it back at once gets it, and others starve.
+GIVE_WAY_SECONDS: Final = 0.001
 _HELD_SHARE: Final = 4
 # A fork has neither the threads of a store, nor a right to its files and connections.
 _NOT_OURS: Final = BrokerClosed(
@@ -175,6 +178,16 @@ class Runner:
         if durable and self._committer is not None:
             self._committer.wait(number)
         return result
+
+    def apply_step(self, change: Callable[[int], T]) -> T:
+        """Make a change that is one of many steps; let others have the store before the next."""
+        result = self.apply(change)
+        self._give_way()
+        return result
+
+    def _give_way(self) -> None:
+        if not self._parallel:
+            self._ending.wait(GIVE_WAY_SECONDS)
 
     def _call(self, change: Callable[[int], T], now_ms: int) -> T:
         """Make a change; a parallel store is called without the lock, which is held here."""
@@ -511,6 +524,8 @@ class Runner:
                     self._alarm_at_ms = now_ms + wait_ms
                     self._clock.wait(self._alarm, wait_ms)
                 self._alarm_at_ms = None
+            if wait_ms <= 0:
+                self._give_way()
 
 
 def _disown_all() -> None:

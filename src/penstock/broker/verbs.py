@@ -110,7 +110,7 @@ class LogBroker(StoreReader):
         begin, end = max(begin, log.earliest), min(end, log.routed_up_to)
         total = Backfilled(scanned=0, added=0, missing=0, next=begin)
         while total.next < end:
-            step = self._runner.apply(partial(self._store.fill, queue, total.next, end))
+            step = self._runner.apply_step(partial(self._store.fill, queue, total.next, end))
             total = Backfilled(
                 scanned=total.scanned + step.added + step.already + step.missing,
                 added=total.added + step.added,
@@ -239,7 +239,7 @@ class LogBroker(StoreReader):
         """Fill a queue step by step; a step is told where it begins, and the time."""
         total = Filled(0, 0, 0, begin)
         while total.next < end:
-            one = self._runner.apply(partial(step, total.next))
+            one = self._runner.apply_step(partial(step, total.next))
             total = Filled(
                 total.added + one.added,
                 total.already + one.already,
@@ -311,7 +311,7 @@ class LogBroker(StoreReader):
                 free = sorted(candidates - pinned.referenced(candidates))
             for start in range(0, len(free), limits.MAX_COLLECT_CHUNK):
                 chunk = free[start : start + limits.MAX_COLLECT_CHUNK]
-                freed = self._runner.apply(drop)
+                freed = self._runner.apply_step(drop)
                 messages, size = messages + freed.freed_messages, size + freed.freed_bytes
         finally:
             self._look(forget)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import Enum
 from functools import wraps
@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.cli import opening
 from penstock.cli.opening import Command
+from penstock.errors import NotAllowed
 from penstock.model import State
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
+    from penstock.broker.broker import Broker
     from penstock.model import Explanation
 
 _PREVIEW_CHARS: Final = 60
@@ -33,6 +35,8 @@ _DRAWN_ROWS: Final = 1_000
 WORDS: Final = {True: "true", False: "false", None: "unknown"}
 _STYLES: Final = {True: "green", False: "red", None: "yellow"}
 STATES: Final = [state.value for state in State]
+# Messages that one call removes, while the command shows how far it is.
+PURGE_STEP: Final = 10_000
 
 
 def duration(value: str | int) -> int:
@@ -66,6 +70,24 @@ def pairs_of(given: Iterable[str], what: str = "NAME") -> dict[str, str]:
             raise click.BadParameter(f"{each!r} is not {what}=VALUE")
         pairs[name] = value
     return pairs
+
+
+def purge_in_steps(broker: Broker, queue: str, states: Sequence[str]) -> int:
+    """Remove the messages of a queue that are in one of the states, and show how far that is."""
+    removed = depth = 0
+    # A key that may purge a queue may not be allowed to count its messages.
+    with suppress(NotAllowed):
+        stats = broker.stats(queue)
+        depth = sum(getattr(stats, state) for state in set(states))
+    with progress_bar(f"removing messages of {queue}") as bar:
+        while True:
+            one = broker.purge(queue, states=states, limit=PURGE_STEP)
+            removed += one
+            if bar is not None:
+                bar(removed, max(depth, removed))
+            # Messages that come meanwhile must not keep this going for ever.
+            if one < PURGE_STEP or 0 < depth <= removed:
+                return removed
 
 
 # --- options and stores ---------------------------------------------------------------------------

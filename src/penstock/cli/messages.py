@@ -364,7 +364,10 @@ def purge(
     if not yes:
         which = ", ".join(states)
         click.confirm(f"Remove messages of {queue} that are {which}?", abort=True, err=True)
-    count = broker.purge(queue, states=states, message_ids=ids or None)
+    if ids:
+        count = broker.purge(queue, states=states, message_ids=ids)
+    else:
+        count = common.purge_in_steps(broker, queue, states)
     common.answer({"queue": queue, "removed": count}, f"removed {count} messages")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -43,6 +44,10 @@ _SETTINGS: Final = (
     ("--dead-letter", "dead_letter", str, "The queue that what fails is moved to; '': none."),
 )
 
+
+# Counting more queues than this takes long enough to show how far it is.
+_MANY: Final = 1_000
+_DEPTHS: Final = ("available", "delayed", "in_flight", "done", "failed")
 
 _settings = common.options(
     *(click.option(flag, name, type=kind, help=text) for flag, name, kind, text in _SETTINGS),
@@ -96,15 +101,17 @@ def count(
         known = {each.queue: each for each in broker.all_stats()}
     counted = {}
     damage = None
-    for name in names:
-        try:
-            counted[name] = known.get(name) or broker.stats(name)
-        except QueueNotFound:
-            # It was deleted since the names were read.
-            if len(names) == 1:
-                raise
-        except StoreDamaged as error:
-            damage = damage or error
+    with common.progress_bar("counting") if len(names) > _MANY else nullcontext() as bar:
+        for name in names:
+            try:
+                counted[name] = known.get(name) or broker.stats(name)
+            except QueueNotFound:
+                # It was deleted since the names were read.
+                continue
+            except StoreDamaged as error:
+                damage = damage or error
+            if bar is not None:
+                bar(len(counted), len(names))
     return counted, damage
 
 
@@ -155,7 +162,8 @@ def delete(broker: Broker, queue: str, *, yes: bool, drain: bool) -> None:
     broker.queue(queue)
     if not yes and not drain:
         click.confirm(f"Remove queue {queue} and every message in it?", abort=True, err=True)
-    removed = broker.delete_queue(queue, drain=drain)
+    removed = 0 if drain else common.purge_in_steps(broker, queue, common.STATES)
+    removed += broker.delete_queue(queue, drain=drain)
     still_there = any(spec.name == queue for spec in broker.queues())
     text = f"removed queue {queue} with {removed} messages"
     if drain and still_there:
@@ -165,23 +173,41 @@ def delete(broker: Broker, queue: str, *, yes: bool, drain: bool) -> None:
 
 @click.command("stats")
 @click.argument("queue", required=False)
+@click.option("--all", "every", is_flag=True, help="Show all queues, by name.")
+@click.option("--top", type=click.IntRange(1), default=20, show_default=True,
+              help="Show so many queues: those with the most live messages.")  # fmt: skip
 @common.reads_store_beside
-def stats(broker: Broker | Reader, queue: str | None) -> None:
-    """Show depths and totals."""
-    names = [spec.name for spec in broker.queues()] if queue is None else [queue]
-    counted, damage = count(broker, names)
-    # A key for one queue may not look at the whole store.
-    whole = broker.store_stats() if queue is None else None
+def stats(broker: Broker | Reader, queue: str | None, top: int, *, every: bool) -> None:
+    """Show depths and totals: of one queue, or of the whole store and its deepest queues."""
+    if queue is not None:
+        # A key for one queue may not look at the whole store.
+        one = broker.stats(queue)
+        if common.wants_json():
+            common.emit_json({"queues": [one]})
+        else:
+            common.show_fields(one, queue, skip="queue")
+        return
+    counted, damage = count(broker, [spec.name for spec in broker.queues()])
+    found = list(counted.values())
+    total = {name: sum(getattr(each, name) for each in found) for name in _DEPTHS}
+    if not every:
+        found = sorted(found, key=lambda each: (-_live(each), each.queue))[:top]
+    whole = broker.store_stats()
     if common.wants_json():
-        shown: dict[str, Any] = {"queues": list(counted.values())}
-        common.emit_json(shown if whole is None else {**shown, "store": whole})
+        total = {"queues": len(counted), **total}
+        common.emit_json({"queues": found, "total": total, "store": whole})
     else:
-        for name, each in counted.items():
-            common.show_fields(each, name, skip="queue")
-        if whole is not None:
-            common.show_fields(whole, "store")
+        rows = [(each.queue, *(getattr(each, name) for name in _DEPTHS)) for each in found]
+        rows.append((f"all {len(counted)} queues", *total.values()))
+        headings = [f":{name.replace('_', ' ')}" for name in _DEPTHS]
+        common.show_table(("queue", *headings), rows)
+        common.show_fields(whole, "store")
     if damage is not None:
         raise damage
+
+
+def _live(stats: QueueStats) -> int:
+    return stats.available + stats.delayed + stats.in_flight
 
 
 # --- filters --------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from penstock.validation import (
     check_assignments,
     check_count,
     check_ids,
+    check_optional,
     check_queue_name,
     check_receipts,
     check_state,
@@ -264,11 +265,16 @@ def purge(
     *,
     states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED),
     message_ids: Iterable[int] | None = None,
+    limit: int | None = None,
 ) -> Call[int]:
-    """Remove the messages of a queue that are in one of the states; return how many."""
+    """Remove the messages of a queue that are in one of the states, up to a limit; return how many.
+
+    A server that is older than ``limit`` removes all.
+    """
     checked = [state.value for state in check_states(states)]
     ids = None if message_ids is None else check_ids(list(message_ids))
-    return Call(wire.Purge(0, queue, checked, ids), int, Repeat.NEVER)
+    check_optional(limit, "limit", 1, limits.MAX_OFFSET)
+    return Call(wire.Purge(0, queue, checked, ids, limit), int, Repeat.NEVER)
 
 
 def move(

@@ -447,12 +447,10 @@ def add_key(
     *,
     sqs: bool = False,
     description: str = "",
-    **rates: int,
+    messages_per_second: int = 0,
+    bytes_per_second: int = 0,
 ) -> str:
-    """Make a key and return its secret, which only SQS keys leave in the file.
-
-    ``rates``: ``messages_per_second`` and ``bytes_per_second``, 0: no limit.
-    """
+    """Make a key and return its secret, which only SQS keys leave in the file; rate 0: no limit."""
     keys = read_keys(path) if path.exists() else {}
     if key_id in keys:
         raise InvalidInput(f"there is a key {key_id!r} already: remove it first")
@@ -464,7 +462,8 @@ def add_key(
         description=description,
         hash=secret.hash,
         secret=secret.plain,
-        **rates,
+        messages_per_second=messages_per_second,
+        bytes_per_second=bytes_per_second,
     )
     _check_key(path, key_id, key)
     write_keys(path, {**keys, key_id: key})

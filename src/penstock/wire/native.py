@@ -177,6 +177,7 @@ class Purge(Request, tag=16):
     queue: str
     states: list[str]
     message_ids: list[int] | None = None
+    limit: int | None = None
 
 
 class Move(Request, tag=17):

@@ -125,7 +125,9 @@ class SqlMaintain(SqlClaim):
         removed += self._trim_ended(now_ms, budget)
         if unclaimed_ms <= now_ms:
             removed += self._remove_unclaimed(now_ms, budget)
-        removed += self.trim_log(now_ms, budget) + self.remove_drained(now_ms)
+        removed += self.trim_log(now_ms, budget)
+        drained = self.remove_drained(now_ms, budget)
+        removed += drained
         if dedup_ms <= now_ms:
             forgotten = len(ask("forget_dedup", now_ms=now_ms, count=budget))
         ask("forget_requests", before_ms=now_ms - REQUESTS_MS, count=budget)
@@ -137,7 +139,7 @@ class SqlMaintain(SqlClaim):
             moved=moved,
             removed=removed,
             dedup_forgotten=forgotten,
-            next_due_ms=now_ms if dropped >= budget else self._next_due_ms(now_ms),
+            next_due_ms=now_ms if max(dropped, drained) >= budget else self._next_due_ms(now_ms),
         )
 
     def _dues(self) -> list[int]:

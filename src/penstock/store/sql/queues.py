@@ -171,10 +171,13 @@ class SqlQueues(SqlMove, SqlRouting):
             self.changed(now_ms, filters_from=end)
 
         self.change_queues(work)
-        self.remove_drained(now_ms)
+        self.remove_drained(now_ms, CHUNK)
 
-    def remove_drained(self, now_ms: int) -> int:
-        """Remove drained queues that have no live messages; return how many messages went."""
+    def remove_drained(self, now_ms: int, budget: int) -> int:
+        """Remove drained queues that have no live messages, up to about a budget of messages.
+
+        Return how many messages went.
+        """
         draining = [queue for queue in self.by_name.values() if queue.coverage.draining]
         if not draining:
             return 0
@@ -187,9 +190,13 @@ class SqlQueues(SqlMove, SqlRouting):
             pending = {each.number for each in self.with_dead_letters()}
             if queue.number not in pending and not self._has_live(queue, now_ms):
                 # Another process may be faster.
+                ended = (State.DONE, State.FAILED)
                 with suppress(QueueNotFound):
-                    removed += self.purge(queue.name, (State.DONE, State.FAILED), now_ms)
-                    removed += self._delete(queue.name, now_ms, drained=True)
+                    if removed < budget:
+                        room = budget - removed
+                        removed += self.purge(queue.name, ended, now_ms, limit=room)
+                    if removed < budget:
+                        removed += self._delete(queue.name, now_ms, drained=True)
         return removed
 
     def _has_live(self, queue: SqlQueue, now_ms: int) -> bool:
