@@ -206,7 +206,7 @@ class Ordering(StrEnum):
 
 
 class Overflow(StrEnum):
-    """What a queue does that has reached a limit: refuse messages, or let its oldest fail."""
+    """The answer of a full queue to more messages: refuse them, or let its oldest fail."""
 
     REFUSE = "refuse"
     DROP_OLDEST = "drop_oldest"

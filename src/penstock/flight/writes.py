@@ -35,7 +35,6 @@ from penstock.flight.protocol import (
     encode,
 )
 from penstock.model import AssignStatus, Cursor, LogRecord, Message, Value
-from penstock.server.rates import spend_rate
 from penstock.server.security import check_publish
 from penstock.validation import check_count, check_messages, check_text
 
@@ -109,7 +108,7 @@ class Publisher:
         deduped = any(message.dedup_id is not None for message in messages)
         log = self._broker.log_stats() if deduped else None
         check_publish(self._principal, messages)
-        spend_rate(self._principal, messages)
+        self._principal.spend_rate(messages)
         with self._naming_rows():
             ids = self._broker.publish(messages)
         self._published += len(messages)

@@ -14,11 +14,7 @@ from penstock.clock import loop_seconds
 from penstock.errors import LimitReached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from penstock.model import Message
-    from penstock.packing import PackedMessage
-    from penstock.server.security import Principal
+    from collections.abc import Callable
 
 
 class Rate:
@@ -50,10 +46,3 @@ class Rate:
                     )
             self._left["messages_per_second"] -= messages
             self._left["bytes_per_second"] -= payload_bytes
-
-
-def spend_rate(principal: Principal, messages: Iterable[Message | PackedMessage]) -> None:
-    """Count messages that a key publishes; LimitReached if the key is too fast."""
-    if principal.rate is not None:
-        sizes = [len(message.payload) for message in messages]
-        principal.rate.spend(principal.key_id, len(sizes), sum(sizes))

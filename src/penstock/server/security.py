@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.model import Message
-    from penstock.packing import Envelope
+    from penstock.packing import Envelope, PackedMessage
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,12 @@ class Principal(msgspec.Struct, eq=False):
         if not self.may(action, queue):
             where = f"queue {queue!r:.100}" if queue and queue != "*" else "all queues"
             raise NotAllowed(f"key {self.key_id!r} may not {action} on {where}")
+
+    def spend_rate(self, messages: Iterable[Message | PackedMessage]) -> None:
+        """Count messages that the key publishes; LimitReached if the key is too fast."""
+        if self.rate is not None:
+            sizes = [len(message.payload) for message in messages]
+            self.rate.spend(self.key_id, len(sizes), sum(sizes))
 
     def check_any(self, actions: tuple[str, ...], queue: str | None = None) -> None:
         """Raise NotAllowed unless one of several actions is allowed."""

@@ -30,7 +30,6 @@ from penstock.broker.requests import Ack, Publish
 from penstock.errors import NotAllowed, PenstockError, QueueNotFound, StoreDamaged
 from penstock.packing import check_packed
 from penstock.server.batcher import Batcher
-from penstock.server.rates import spend_rate
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
 from penstock.validation import check_count, check_receipts
 from penstock.wire import native as wire
@@ -192,7 +191,7 @@ def _explain(batcher: Batcher, pending: PendingRequest, principal: Principal) ->
 def _publish(batcher: Batcher, pending: PendingRequest, principal: Principal) -> None:
     request = pending.request
     check_packed(request.messages)
-    spend_rate(principal, request.messages)
+    principal.spend_rate(request.messages)
     batcher.submit(Publish(request.messages, request.queue), pending)
 
 

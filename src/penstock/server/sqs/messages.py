@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from penstock import limits
 from penstock.errors import InvalidInput, LimitReached, PenstockError
 from penstock.model import AttemptEnd, Message
-from penstock.server.rates import spend_rate
 from penstock.server.sqs.context import (
     Answer,
     check_entries,
@@ -62,7 +61,7 @@ async def send(call: SqsCall, request: SqsRequest) -> Answer:
     view = await call.view_of(request, "publish")
     message, answer, size = _prepare(call, view, request)
     _check_size(view, size)
-    spend_rate(call.principal, [message])
+    call.principal.spend_rate([message])
     (message_id,) = await call.sqs.batcher.publish([message], queue=view.name)
     return _complete(call.sqs, view, answer, message_id)
 
@@ -93,7 +92,7 @@ async def send_batch(call: SqsCall, request: SqsRequest) -> Answer:
             f"You have sent {total} bytes.",
         )
     batch = [message for _, message, _ in prepared]
-    spend_rate(call.principal, batch)
+    call.principal.spend_rate(batch)
     outcomes = await _each(
         batch,
         lambda batch: call.sqs.batcher.publish(batch, queue=view.name),
