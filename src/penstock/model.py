@@ -241,16 +241,6 @@ class QueueSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int = 0
     overflow: Overflow = Overflow.REFUSE
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether the queue has a limit."""
-        return bool(self.max_messages or self.max_bytes)
-
-    @property
-    def drops_oldest(self) -> bool:
-        """Whether the queue has a limit, and lets its oldest messages fail for it."""
-        return self.is_limited and self.overflow is Overflow.DROP_OLDEST
-
 
 class AttemptEnd(StrEnum):
     """How an attempt to process a message ended."""
@@ -515,22 +505,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     healed_total: int
     stale_receipts_total: int
     unreadable_total: int = 0
-
-
-class Contention(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of sharing a store with other processes, since this one opened it.
-
-    ``collisions``: zones that somebody else came to between the look and the visit of a claim;
-    ``collected``: pointers of empty zones that were removed; ``repeated``: transactions that the
-    database had undone; ``reconnected``: those that were tried again because it did not answer;
-    ``statements``: all that the database was asked.
-    """
-
-    collisions: int
-    collected: int
-    repeated: int
-    reconnected: int
-    statements: int
 
 
 class SweepCounts(msgspec.Struct, frozen=True, kw_only=True):

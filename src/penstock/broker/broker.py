@@ -33,6 +33,7 @@ from penstock.filters import Matcher, Row, default_filter, parse
 from penstock.model import LeaseRequest, Message, Ordering, Overflow, QueueSpec, State
 from penstock.packing import pack_messages
 from penstock.store.contract import FiltersChanged
+from penstock.store.room import drops_oldest
 from penstock.validation import (
     check_count,
     check_ids,
@@ -595,7 +596,7 @@ def _check_dead_letter(store: FullStore, spec: QueueSpec) -> None:
 
 def _check_no_circle(store: FullStore, spec: QueueSpec) -> None:
     """Refuse a queue whose dropped messages would come back to it, to be dropped again."""
-    name, passed = spec.dead_letter if spec.drops_oldest else "", {""}
+    name, passed = spec.dead_letter if drops_oldest(spec) else "", {""}
     while name not in passed:
         passed.add(name)
         if name == spec.name:
@@ -605,7 +606,7 @@ def _check_no_circle(store: FullStore, spec: QueueSpec) -> None:
             )
         with suppress(QueueNotFound):
             target = store.spec(name)
-            name = target.dead_letter if target.drops_oldest else ""
+            name = target.dead_letter if drops_oldest(target) else ""
 
 
 def _predicate(where: str | Callable[[Mapping[str, Value]], bool]) -> Callable[[Metadata], bool]:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError
     from penstock.filters import RowTuple
     from penstock.histogram import Histogram
-    from penstock.model import Contention, MessageExplanation, Outcome
+    from penstock.model import MessageExplanation, Outcome
     from penstock.packing import PackedMessage
+    from penstock.store.contract import Contention
 
 _envelope_of: Final = attrgetter("envelope")
 

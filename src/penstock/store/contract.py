@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.model import Contention, QueueSpec, StoreInfo
+from penstock.model import QueueSpec, StoreInfo
 from penstock.store.policy import Coverage
 
 if TYPE_CHECKING:
@@ -88,6 +88,22 @@ class StoreDetails(StoreInfo, frozen=True):
 
     max_views: int
     time_floor_ms: int
+
+
+class Contention(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost of sharing a store with other processes, since this one opened it.
+
+    ``collisions``: zones that somebody else came to between the look and the visit of a claim;
+    ``collected``: pointers of empty zones that were removed; ``repeated``: transactions that the
+    database had undone; ``reconnected``: those that were tried again because it did not answer;
+    ``statements``: all that the database was asked.
+    """
+
+    collisions: int
+    collected: int
+    repeated: int
+    reconnected: int
+    statements: int
 
 
 class Health(msgspec.Struct, frozen=True):

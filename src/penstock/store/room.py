@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from penstock.model import QueueSpec
 
 
+def is_limited(spec: QueueSpec) -> bool:
+    """Whether a queue has a limit."""
+    return bool(spec.max_messages or spec.max_bytes)
+
+
+def drops_oldest(spec: QueueSpec) -> bool:
+    """Whether a queue has a limit, and lets its oldest messages fail for it."""
+    return is_limited(spec) and spec.overflow is Overflow.DROP_OLDEST
+
+
 def check_room(
     spec: QueueSpec, live: int, live_bytes: int, messages: int, message_bytes: int
 ) -> None:

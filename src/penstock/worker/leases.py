@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock import limits
 from penstock.errors import InvalidInput
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.model import Contention, Delivery
+    from penstock.model import Delivery
     from penstock.worker.outcome import Settlement
     from penstock.worker.state import WorkerState
     from penstock.worker.stats import WorkerCounters
@@ -79,9 +79,7 @@ class Claimer:
         self._settings = state.settings
         self._fifo = fifo
         # A client has no such verb: its server counts collisions, for all its clients.
-        self._contention: Callable[[], Contention | None] = getattr(
-            broker, "contention", lambda: None
-        )
+        self._contention: Callable[[], Any] = getattr(broker, "contention", lambda: None)
         self._old_collisions = self._collisions()
         self._on_end = on_end
         # Whether its last claim has been answered.

@@ -44,7 +44,7 @@ from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
 from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
 from penstock.store.live import make_active_set
 from penstock.store.policy import Coverage, Stretch, check_routing
-from penstock.store.room import is_over
+from penstock.store.room import drops_oldest, is_limited, is_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -291,7 +291,7 @@ class Core:
             self.draining.add(queue.name)
         if queue.fifo:
             self.fifo.add(queue.name)
-        if queue.spec.is_limited:
+        if is_limited(queue.spec):
             self.note_limits(queue)
         listing = self.queue_table.listing(queue)
         if listing is not None:
@@ -367,10 +367,10 @@ class Core:
         spec, counts = queue.spec, queue.counts
         self.limited.discard(queue.name)
         self.overfull.discard(queue.number)
-        if spec.is_limited:
+        if is_limited(spec):
             self.limited.add(queue.name)
             waits = counts.available or counts.delayed
-            if spec.drops_oldest and waits and is_over(spec, *counts.load):
+            if drops_oldest(spec) and waits and is_over(spec, *counts.load):
                 self.overfull.add(queue.number)
 
     def put_totals(self, batch: Batch, now_ms: int) -> None:

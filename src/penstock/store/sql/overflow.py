@@ -56,7 +56,7 @@ class SqlOverflow(SqlSession):
             return 0
         if queues is None:
             queues = [self.by_name[name] for name in self.limited if name in self.by_name]
-        dropping = {queue.number: queue for queue in queues if queue.spec.drops_oldest}
+        dropping = {queue.number: queue for queue in queues if room.drops_oldest(queue.spec)}
         dropped = 0
         for number, load in self._loads(dropping.values()).items():
             queue = dropping[number]

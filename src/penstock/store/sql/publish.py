@@ -13,6 +13,7 @@ from penstock.store.codec.metadata import Head
 from penstock.store.contract import FiltersChanged
 from penstock.store.life import life, log_publish
 from penstock.store.policy import SEGMENT_MS
+from penstock.store.room import drops_oldest
 from penstock.store.sql.connection import Refused
 from penstock.store.sql.database import columns
 from penstock.store.sql.overflow import DROP_MESSAGES, SqlOverflow
@@ -343,7 +344,7 @@ class SqlPublish(SqlOverflow):
         """Note queues to wake and times to sweep at."""
         for queue, count in items.counts.items():
             self.wake(queue, count)
-            if queue.spec.drops_oldest:
+            if drops_oldest(queue.spec):
                 self.due(now_ms)
         for _, _, _, _, vesting_ms, _, expiry_ms, _ in items.rows:
             if vesting_ms > now_ms:

@@ -13,6 +13,7 @@ from penstock.limits import MAX_OFFSET
 from penstock.model import Ordering, State
 from penstock.store.contract import FiltersChanged, LiveQueue
 from penstock.store.policy import Coverage, Stretch
+from penstock.store.room import drops_oldest
 from penstock.store.sql.database import columns
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import SqlRouting
@@ -116,7 +117,7 @@ class SqlQueues(SqlMove, SqlRouting):
         if spec.dead_letter != present.dead_letter:
             self._parked.discard((number, present.dead_letter))
         self._retention_looked_ms = None
-        if spec.drops_oldest:
+        if drops_oldest(spec):
             self.due(now_ms)
 
     # --- drain and delete ------------------------------------------------------------------

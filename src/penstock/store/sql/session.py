@@ -24,6 +24,7 @@ from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
 from penstock.model import Ordering, QueueSpec
 from penstock.store.contract import Progress
 from penstock.store.policy import Coverage, LogSettings
+from penstock.store.room import is_limited
 from penstock.store.sql.zones import Zones
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ class SqlSession:
             self.by_name = {queue.name: queue for queue in queues}
             self.by_number = {queue.number: queue for queue in queues}
             self.fifo = frozenset(queue.name for queue in queues if queue.fifo)
-            self.limited = frozenset(queue.name for queue in queues if queue.spec.is_limited)
+            self.limited = frozenset(queue.name for queue in queues if is_limited(queue.spec))
             self.head = head.beside(self.head)
             self._replaced += 1
             for name in known.keys() - self.by_name.keys():

@@ -22,8 +22,8 @@ from penstock.errors import (
     StoreMismatch,
 )
 from penstock.limits import MAX_DATABASE_VIEWS, MAX_RING_SIZE
-from penstock.model import Collected, Contention
-from penstock.store.contract import Health, StoreDetails
+from penstock.model import Collected
+from penstock.store.contract import Contention, Health, StoreDetails
 from penstock.store.policy import LogSettings, check_routing
 from penstock.store.sql.database import Database, read_sql
 from penstock.store.sql.inspect import SqlInspect
