@@ -8,6 +8,8 @@
 ``requests``    many requests as one change of the store; loaded by servers
 ``reader``      a store that is read beside its owner
 ``tailer``      routing of the log without Spark
+``explain``     why a message is, or is not, in a queue
+``metrics``     counts and latencies of the verbs, once a program asks for them
 ==============  ==================================================================
 """
 
