@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import InvalidInput, PenstockError
+from penstock.validation import check_optional
 from penstock.worker.outcome import (
     CUT_OFF,
     Action,
@@ -83,6 +84,14 @@ def check_sendable(handler: Handler | str, middleware: Sequence[object]) -> None
             f"it can't be sent to another process ({error}): name the handler MODULE:FUNCTION, "
             "and make middleware of classes of a module"
         ) from error
+
+
+def check_recycling(messages: int | None, memory: int | None) -> None:
+    """Refuse bounds of a child that are none, or that can't be measured."""
+    check_optional(messages, "child_messages", 1)
+    check_optional(memory, "child_memory_bytes", 1)
+    if memory is not None and not memory_bytes(os.getpid()):
+        raise InvalidInput("child_memory_bytes needs /proc, which this system has not")
 
 
 def child_main(pipe: Connection, handler: Handler | str, middleware: Sequence[object]) -> None:

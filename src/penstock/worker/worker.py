@@ -108,13 +108,6 @@ class Worker:
         check_optional(time_limit_ms, "time_limit_ms", 1)
         check_count(concurrency, "concurrency", 1, limits.MAX_CONCURRENCY)
         check_optional(prefetch, "prefetch", 0, limits.MAX_CLAIM_LIMIT)
-        check_optional(child_messages, "child_messages", 1)
-        check_optional(child_memory_bytes, "child_memory_bytes", 1)
-        if mode != "processes" and (child_messages or child_memory_bytes):
-            raise InvalidInput(
-                "child_messages and child_memory_bytes are for mode='processes': a thread can't "
-                "be replaced"
-            )
         self._ready_file = None if ready_file is None else Path(ready_file)
         if tracing:
             # Loaded when used: it needs an extra.
@@ -147,11 +140,15 @@ class Worker:
         check_middleware(self._function, self._settings.middleware)
         if mode == "processes":
             # Loaded when used: threads need nothing of multiprocessing.
-            from penstock.worker.processes import check_sendable, memory_bytes  # noqa: PLC0415
+            from penstock.worker.processes import check_recycling, check_sendable  # noqa: PLC0415
 
             check_sendable(handler, self._settings.middleware)
-            if child_memory_bytes and not memory_bytes(os.getpid()):
-                raise InvalidInput("child_memory_bytes needs /proc, which this system has not")
+            check_recycling(child_messages, child_memory_bytes)
+        elif child_messages is not None or child_memory_bytes is not None:
+            raise InvalidInput(
+                "child_messages and child_memory_bytes are for mode='processes': a thread can't "
+                "be replaced"
+            )
         self._store = store
         self._clock = clock or SystemClock()
         self._broker: Broker | None = None

@@ -447,13 +447,9 @@ class NativeConnection(asyncio.Protocol):
                 self._batcher.take_back(result.receipts())
             self._fail(pending, error)
         else:
-            slot, about = (
-                self._slot,
-                ("native", kind.__name__, loop_seconds() - pending.began, "ok"),
-            )
-            self._listener.metrics.request(
-                *about, slot.key_id, slot.address, request, pending.waited_s
-            )
+            slot, note = self._slot, self._listener.metrics.request
+            about = ("native", kind.__name__, loop_seconds() - pending.began, "ok")
+            note(*about, slot.key_id, slot.address, request, pending.waited_s)
         if not self._reading:
             self.go_on()
 
