@@ -203,6 +203,28 @@ def test_a_standby_takes_over_from_an_owner_that_is_killed(
 
 
 @pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_clients_that_name_both_go_to_the_one_that_serves(
+    place: str, serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    """The standby's address is the first: it refuses connections until it takes over."""
+    notes = tmp_path / "notes"
+    first, second, ops = free_ports(3)
+    owner = serve("owner", second)
+    options = ("--standby", "--standby-after", AFTER, "--ops-address", f"127.0.0.1:{ops}")
+    standby = serve("standby", first, *options)
+    assert (status_of(ops, "/health"), status_of(ops, "/ready")) == (200, 503)
+    with load(f"{standby.native},127.0.0.1:{second}", notes, "a"):
+        wait(lambda: acked(notes) > 5)
+        owner.process.kill()
+        killed_ms = CLOCK.now_ms()
+        wait(lambda: confirmed_since(notes, killed_ms))
+        assert standby.ready()
+        assert status_of(ops, "/ready") == status_of(ops, "/metrics") == 200
+    assert standby.stop() == 0
+    assert judge(place, notes) > 10
+
+
+@pytest.mark.parametrize("place", ["file"], indirect=True)
 def test_an_owner_that_was_paused_is_fenced(
     place: str, serve: Callable[..., Served], tmp_path: Path
 ) -> None:
