@@ -67,7 +67,7 @@ BROKER = {*GROUND, "clock", "consuming", "filters", "packing", "store", "validat
 LAYERS = {
     "errors": set(),
     "histogram": set(),
-    "addresses": {"errors"},
+    "addresses": {"errors", "limits"},
     "limits": set(),
     "model": set(),
     "clock": set(),

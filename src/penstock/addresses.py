@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 from urllib.parse import parse_qsl, unquote
 
+from penstock import limits
 from penstock.errors import InvalidInput, InvalidUrl, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 # Files of TLS as a URL, the variables and the options of the command line name them.
 FILES: Final = ("ca", "cert", "key")
-MAX_ADDRESSES: Final = 16
 _PARTS: Final = re.compile(r"([a-z+]+)://(?:([^/?#]*)@)?([^/?#@]*)/*(?:\?([^#]*))?")
 _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\[\]:]+))(?::([0-9]{1,5}))?")
 
@@ -121,8 +121,8 @@ def parse_servers(url: object, schemes: tuple[str, ...], default_port: int) -> S
         )
     named = [_address(each, shown, default_port) for each in hosts.split(",")]
     addresses = tuple(dict.fromkeys(named))
-    if len(addresses) > MAX_ADDRESSES:
-        raise InvalidUrl(f"{shown} has {len(addresses)} addresses; there may be {MAX_ADDRESSES}")
+    if len(addresses) > (most := limits.MAX_ADDRESSES):
+        raise InvalidUrl(f"{shown} has {len(addresses)} addresses; there may be {most}")
     key_id, colon, secret = user.partition(":")
     token = f"{unquote(key_id)}:{unquote(secret)}" if key_id or colon else ""
     files = _files(query, shown)

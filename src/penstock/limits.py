@@ -99,6 +99,13 @@ MAX_READ_IDLE_MS: Final = 20_000
 # --- keys and operations ----------------------------------------------------------------------
 MAX_TOKEN_CHARS: Final = 512
 MAX_VERIFIED_TOKENS: Final = 10_000
+# Lines about different clients that were turned away which are logged in a minute; the same line is
+# logged once in that time.
+MAX_REFUSAL_LINES: Final = 100
+# Connections of the listener for operations, which are no part of the others.
+MAX_OPS_CONNECTIONS: Final = 64
+# Addresses of servers in one URL.
+MAX_ADDRESSES: Final = 16
 # Queues that have series of their own at /metrics; the rest are summed.
 MAX_METRIC_QUEUES: Final = 200
 

@@ -15,7 +15,7 @@
     ...?write_buffer_mb=N         RocksDB: memory for rows that are not in files yet
     ...?block_cache_mb=N          RocksDB: memory for blocks of files
     ...?flush_ms=N                SlateDB: the least time from one write of its log to the next
-    penstock://HOST:PORT          a server, by way of :func:`penstock.connect`
+    penstock://HOST:PORT,…        a server, or several of one store: :func:`penstock.connect`
 """
 
 from __future__ import annotations

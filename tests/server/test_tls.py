@@ -20,11 +20,12 @@ from tests.server.conftest import SLOW_SECONDS, Certificates, issue
 from tests.waiting import wait_until
 
 import penstock
+from penstock import limits
 from penstock.cli.main import cli
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
 from penstock.flight.client import FlightStore
 from penstock.server import running
-from penstock.server.refusals import MOST_LINES, WINDOW_SECONDS, Refusals, id_of
+from penstock.server.refusals import WINDOW_SECONDS, Refusals, id_of
 from penstock.server.security import Keys, add_key, finish_rotation, rotate_key
 from penstock.server.tls import expires_at
 
@@ -352,14 +353,17 @@ def test_a_flood_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
         refusals.login("native", f"10.0.{n % 250}.{n // 250}:1", f"key{n}", "no")
         refusals.handshake("http", f"[::1]:{n}", "no TLS")
     assert len(counted) == 15_000
-    assert len(caplog.records) == MOST_LINES
+    assert len(caplog.records) == limits.MAX_REFUSAL_LINES
     caplog.clear()
     refusals.report()
     assert not caplog.records
     now[0] += WINDOW_SECONDS
     refusals.report()
     texts = [each.getMessage() for each in caplog.records]
-    assert texts[-1] == f"{5_000 - (MOST_LINES - 2)} other clients were turned away and not logged"
+    assert (
+        texts[-1]
+        == f"{5_000 - (limits.MAX_REFUSAL_LINES - 2)} other clients were turned away and not logged"
+    )
     for again in ("a login was refused", "a TLS handshake failed"):
         assert [each["more"] for each in fields_of(caplog, f"{again}, again and again")] == ["4999"]
     caplog.clear()

@@ -49,8 +49,10 @@ def connect(
 ) -> Client:
     """Connect to a server: ``penstock://HOST:PORT``. Its verbs are those of a broker.
 
-    ``token`` is ``KEY:SECRET``, if the server wants one; the URL may have it instead:
-    ``penstock://KEY:SECRET@HOST:PORT``. ``tls`` is True, or a context of your own.
+    The URL may name several servers of one store, ``penstock://A:PORT,B:PORT``: the client uses one
+    and goes to the next when that one does not answer. ``token`` is ``KEY:SECRET``, if the server
+    wants one; the URL may have it instead: ``penstock://KEY:SECRET@HOST:PORT``. ``tls`` is True,
+    like ``penstocks://HOST:PORT?ca=FILE&cert=FILE&key=FILE``, or a context of your own.
     A connection that is lost is made again; a call waits ``patience_ms`` for that, and as long for
     its answer once it is sent, beside the ``wait_ms`` of a claim: then it raises ServerUnreachable,
     and the server begins nothing of it any more. ``dedup`` gives every message that has none a

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from penstock import limits
 from penstock.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Within so many seconds a line is logged once, and at most so many different lines are.
+# Within so many seconds the same line is logged once.
 WINDOW_SECONDS: Final = 60.0
-MOST_LINES: Final = 100
 # A secret is at least so long: an unknown id that is, may be one that was mistaken for an id.
 _SECRET_CHARS: Final = 40
 
@@ -83,7 +83,7 @@ class Refusals:
             if known is not None:
                 known.more += 1
                 return
-            if len(self._lines) >= MOST_LINES:
+            if len(self._lines) >= limits.MAX_REFUSAL_LINES:
                 self._others += 1
                 return
             self._lines[key] = _Line(message, fields)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import penstock
+from penstock import limits
 from penstock.broker.broker import Broker
 from penstock.clock import SystemClock, loop_seconds
 from penstock.errors import InvalidInput, PenstockError, did_you_mean, needs_extra
@@ -49,7 +50,6 @@ log = logging.getLogger(__name__)
 _WATCH_SECONDS: Final = 2.0
 # How often a timer tells how late the loop is.
 _LAG_SECONDS: Final = 0.25
-_OPS_CONNECTIONS: Final = 64
 _OPS_GRACE_MS: Final = 1_000
 # The most connections in a second, which decides how soon the descriptors are counted again.
 _CONNECTIONS_PER_SECOND: Final = 20_000
@@ -343,7 +343,7 @@ def _ops(server: Server, host: str, port: int) -> Listener:
     from penstock.server.http import Http, Response  # noqa: PLC0415
 
     # With connections of its own: a server that is full of others is alive.
-    slots = Connections(_OPS_CONNECTIONS, turned_away=server.metrics.refused)
+    slots = Connections(limits.MAX_OPS_CONNECTIONS, turned_away=server.metrics.refused)
     return Http(
         admin.ops_routes(server),
         lambda _: Response(404, b"There are /health, /ready and /metrics.\n"),
