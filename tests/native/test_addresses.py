@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -152,6 +153,25 @@ def test_a_server_that_accepts_and_says_nothing_is_left(broker: penstock.Broker)
             assert client.ping() > 0
         with pytest.raises(ServerUnreachable, match="silent for too long"):
             penstock.connect(url.partition(",")[0] + ",127.0.0.1:1", patience_ms=700)
+
+
+def test_a_server_that_hangs_is_left_while_calls_have_patience(broker: penstock.Broker) -> None:
+    going_on = threading.Event()
+    with (
+        Served(broker) as first,
+        Served(broker) as second,
+        penstock.connect(both(first.port, second.port), patience_ms=4_000) as client,
+    ):
+        assert client.ping() > 0
+        first.loop.call_soon_threadsafe(going_on.wait, SLOW_SECONDS)
+        try:
+            client.send("q", b"x")
+        finally:
+            going_on.set()
+        assert len(second.listener.connections) == 1
+        # The first one may have done it too, and then knew the dedup id.
+        wait_until(lambda: not first.listener.connections)
+        assert client.stats("q").available == 1
 
 
 def test_a_server_that_stops_is_left_while_it_is_still_at_work(broker: penstock.Broker) -> None:

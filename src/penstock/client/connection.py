@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 # to answer only once it has the question, which waits behind the bytes that were written before.
 PING_MS: Final = 10_000
 SILENCE_MS: Final = 10_000
+# The same for one of several servers that owes an answer, at the least.
+LEAST_SILENCE_MS: Final = 1_000
 # How long the pause is after a server has lost its store, as if it had been tried so often.
 FENCED_TRIES: Final = 3
 # The share of a server's dedup window in which a publish may be sent again: the rest is for the
@@ -360,11 +362,16 @@ class ClientConnection:
         """Do what time asks for: ask a silent server, give up on it, give up on waiting calls."""
         if self.phase is not Phase.AWAY:
             silent_ms = now_ms - (self._heard_ms if self._asked_ms is None else self._asked_ms)
+            ping_ms, most_ms = PING_MS, SILENCE_MS
+            if self.phase is Phase.GREETING:
+                most_ms = self.turn_ms
+            elif self.turns.several and self._sent:
+                # Another server may answer while the patience of the calls lasts.
+                ping_ms = most_ms = max(LEAST_SILENCE_MS, self.turn_ms // 2)
             if self._asked_ms is not None or self.phase is not Phase.READY:
-                most_ms = self.turn_ms if self.phase is Phase.GREETING else SILENCE_MS
                 if silent_ms >= most_ms:
                     self._give_up("the server has been silent for too long")
-            elif silent_ms >= PING_MS:
+            elif silent_ms >= ping_ms:
                 self._asked_ms, self._question_came = now_ms, False
                 self._send(_PendingCall(ping(), None, now_ms), now_ms)
         self._fail_late(now_ms)
