@@ -75,8 +75,9 @@ _settings = common.options(
 def serve(config_file: str | None, **flags: Any) -> None:
     """Serve a store until SIGTERM or SIGINT.
 
-    Then no more calls are taken, those that run are finished, claims that wait are handed back,
-    and the store is closed; a second signal ends it at once. SIGHUP reads keys and certificate
+    Then it is not ready, and serves for the drain delay. After that no more calls are taken, those
+    that run are finished, claims that wait are handed back, and the store is closed; a second
+    signal ends it at once. SIGHUP reads keys and certificate
     again. Listeners are those that are named; if none is, native, HTTP and Flight at their usual
     ports of this machine.
     """
