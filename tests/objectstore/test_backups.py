@@ -213,3 +213,26 @@ def test_an_owner_that_is_served_is_backed_up_through_its_server(store: str, bac
         copied = cli("backup", "copy", "plain", "--url", server.location("native"))
         assert "penstock backup create makes an incremental backup there" in copied.output
     assert run("backup", "verify", backups)["name"] == name
+
+
+class BreaksOff(io.BytesIO):
+    """A file whose disk fails after its first piece."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        piece = super().read(size)
+        if not piece:
+            raise OSError(5, "Input/output error")
+        return piece
+
+
+def test_a_file_that_is_broken_off_is_not_there(place: str) -> None:
+    files = place_at(place)
+    with pytest.raises(StorageFailed, match="Input/output error"):
+        files.write("files/one", BreaksOff(b"x" * 100))
+    assert files.sizes() == {}
+    files.delete("files/one")
+    files.write("files/one", io.BytesIO(b""))
+    files.write("two", io.BytesIO(b"22"))
+    assert files.sizes() == {"files/one": 0, "two": 2}
+    assert files.sizes("files") == {"files/one": 0}
+    assert b"".join(files.read("two")) == b"22"
