@@ -93,7 +93,8 @@ SERVED: dict[str, tuple[list[str], str]] = {
     "move": (["orders", "other", "--state", "available", "--limit", "1"], "moved 1 messages"),
     "purge": (["orders", "--yes", "--state", "failed", "--id", "9999"], "removed 0"),
     "sweep": ([], "leases_expired"),
-    "backup": (["monday"], "backed up to"),
+    "backup copy": (["monday"], "backed up to"),
+    "backup create": (["--name", "tuesday"], "backed up as tuesday"),
     "log stats": ([], "inline"),
     "log configure": (["--retention", "1h"], "3600000"),
     "log read": (["--limit", "3"], "offset"),
@@ -103,7 +104,7 @@ SERVED: dict[str, tuple[list[str], str]] = {
 }
 # Command: its arguments on a server, and what it says must be done instead.
 STORE_ONLY: dict[str, tuple[list[str], str]] = {
-    "check": ([], "penstock backup PATH --verify"),
+    "check": ([], "penstock backup verify PLACE"),
     "salvage": (["URL", "rocksdb:./new"], "stop the server"),
     "cluster status": ([], "name the database"),
     "cluster resize": (["2"], "name the database"),
@@ -114,6 +115,7 @@ STORE_ONLY: dict[str, tuple[list[str], str]] = {
 APART = {
     *("up", "completion", "filter test", "serve", "config", "restore"),
     *("work", "route", "import queueber"),
+    *(f"backup {name}" for name in ("list", "verify", "prune", "restore")),
     *(f"keys {name}" for name in ("add", "rotate", "list", "remove", "check")),
     *(f"pipeline {name}" for name in ("route", "status", "backfill", "archive", "collect")),
     *(f"pipeline {name}" for name in ("report", "redrive", "publish")),

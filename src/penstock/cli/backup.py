@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy as copy_of
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -200,4 +201,5 @@ def restore(source: str, name: str | None, target: str) -> None:
     common.answer({"url": url, "bytes": size}, text)
 
 
-backup.add_command(restore)
+# A copy, since each has its own example.
+backup.add_command(copy_of(restore))

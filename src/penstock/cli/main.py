@@ -122,6 +122,7 @@ EXAMPLES: Final = {
     "backup list": "penstock backup list s3://backups/main",
     "backup verify": "penstock backup verify s3://backups/main monday",
     "backup prune": "penstock backup prune s3://backups/main --keep 7 --keep-for 30d",
+    "backup restore": "penstock backup restore s3://backups/main monday --to ./data",
     "restore": "penstock restore s3://backups/main monday --to ./data",
     "check": "penstock check --url rocksdb:./data",
     "salvage": "penstock salvage rocksdb:./data rocksdb:./new",

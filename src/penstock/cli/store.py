@@ -183,8 +183,8 @@ def check(ctx: click.Context, store: str, *, repair: bool) -> None:
     need_store(
         store,
         "check",
-        "stop the server, or check a copy: penstock backup NAME, then penstock backup PATH "
-        "--verify on its machine",
+        "stop the server, or check a backup: penstock backup create, then penstock backup verify "
+        "PLACE",
     )
     if repair:
         with open_store(store) as broker:
