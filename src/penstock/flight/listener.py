@@ -13,6 +13,7 @@ from penstock.errors import InvalidInput
 from penstock.flight.service import FlightService
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from penstock.broker.broker import Broker
@@ -59,6 +60,7 @@ class FlightListener:
         *,
         keys: Keys | None = None,
         metrics: Metrics | None = None,
+        audited: Callable[[str, str], Broker] | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
         scheme = "grpc" if tls is None else "grpc+tls"
@@ -66,7 +68,7 @@ class FlightListener:
         try:
             options = {} if tls is None else tls.options()
             self.service = FlightService(
-                broker, place, clock, keys=keys, metrics=metrics, **options
+                broker, place, clock, keys=keys, metrics=metrics, audited=audited, **options
             )
         except pa.ArrowException as error:
             raise InvalidInput(f"can't listen on {host}:{port}: {error}") from error

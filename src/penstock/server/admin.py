@@ -18,6 +18,7 @@ import msgspec
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
+from penstock.server.audit import Actor
 from penstock.server.config import authenticates
 from penstock.server.http import Response
 from penstock.server.metrics import CONTENT_TYPE, Metrics
@@ -110,12 +111,10 @@ class Pages:
         begin = server.clock.seconds()
         key_id, outcome = "", "ok"
         try:
-            principal: Principal | None = ANYONE
-            if server.keys is not None:
-                token = token_of(request.headers.get("authorization"))
-                principal = server.keys.by_token(token) if token else None
+            principal = self._principal(request)
             if principal is None:
                 outcome = NotAllowed.__name__
+                token = token_of(request.headers.get("authorization"))
                 why = "the key is not known, or its secret is another" if token else "no key"
                 server.metrics.refusals.login("admin", request.peer, id_of(token), why)
                 text = "this page wants authorization: Bearer ID:SECRET"
@@ -133,6 +132,14 @@ class Pages:
             # Under the address of the page, also that of a standby.
             name, peer = request.path.rpartition("/")[2], request.peer
             server.metrics.request("admin", name, seconds, outcome, key_id, peer)
+
+    def _principal(self, request: Request) -> Principal | None:
+        """Return the principal of a request; None: it needs a key and has none that is known."""
+        keys = self._server.keys
+        if keys is None:
+            return ANYONE
+        token = token_of(request.headers.get("authorization"))
+        return keys.by_token(token) if token else None
 
     async def ready(self, _: Request) -> Response:
         """Say whether requests are welcome, and if not, why."""
@@ -165,11 +172,9 @@ class Pages:
             asked = msgspec.json.decode(request.body, type=_Backup)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidInput(str(error)) from None
-        backups = self._server.batcher.backups
-        # On the batcher's threads: those of the pages must be free, however long it takes.
-        path, size = await self._server.batcher.call(
-            lambda broker: backups.make(broker, asked.name, incremental=asked.incremental),
-            long=True,
+        actor = Actor("admin", (self._principal(request) or ANYONE).key_id, request.peer)
+        path, size = await self._server.batcher.back_up(
+            asked.name, actor, incremental=asked.incremental
         )
         return _json(200, {"path": path, "bytes": size})
 

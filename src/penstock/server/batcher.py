@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.broker.durability import OnDurable
     from penstock.broker.requests import Check, Request
     from penstock.model import Delivery, Message, Outcome
+    from penstock.server.audit import Actor, AuditLog
     from penstock.server.subscriptions import Subscriber
     from penstock.server.waiting import Admission
 
@@ -98,6 +99,7 @@ class Batcher:
         self.note_claimed: Callable[[str, int], None] = lambda *_: None
         # The backups that clients may have made: none, unless the server says where.
         self.backups = ServerBackups("", "")
+        self.audit: AuditLog | None = None
         self._loop = loop
         self._gathered: dict[Answer, Request] = {}
         self._scheduled = False
@@ -218,6 +220,16 @@ class Batcher:
             if claiming.done() and not claiming.cancelled() and claiming.exception() is None:
                 self.take_back(claiming.result().receipts())
             raise
+
+    def back_up(self, name: str, actor: Actor, *, incremental: bool) -> Future[tuple[str, int]]:
+        """Make a backup on a thread for long work; return its path or name, and its bytes."""
+
+        def make(broker: Broker) -> tuple[str, int]:
+            work = partial(self.backups.make, broker, name, incremental=incremental)
+            told = {"backup": name, "incremental": incremental}
+            return work() if self.audit is None else self.audit.run(actor, "backup", told, work)
+
+        return self.call(make, long=True)
 
     def take_back(self, receipts: list[str]) -> None:
         """Release messages that were claimed for a client that has gone.

@@ -33,7 +33,9 @@ from penstock.store.sql.location import without_password
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SECTIONS: Final = ("auth", "backup", "limits", "listen", "log", "metrics", "ops", "sqs", "tls")
+SECTIONS: Final = (
+    *("audit", "auth", "backup", "limits", "listen", "log", "metrics", "ops", "sqs", "tls"),
+)
 LISTENERS: Final = ("native", "http", "flight", "capnp")
 TLS_LISTENERS: Final = ("native", "http", "flight", "console")
 FLAGS: Final = {
@@ -102,6 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     tls_client_listeners: str = ""
     auth_mode: Literal["auto", "off", "required"] = "auto"
     auth_keys: str = ""
+    audit_path: str = ""
     backup_directory: str = ""
     drain_delay: Duration = Duration(0)
     grace: Duration = Duration(30_000)
@@ -152,6 +155,7 @@ _ABOUT: Final = {
     "tls_client_listeners": "Listeners that ask for them, such as native,flight; empty: all.",
     "auth_mode": "Who needs a key; auto: everybody, unless only this machine can connect.",
     "auth_keys": "The keys file; 'penstock keys' writes it.",
+    "audit_path": "A file for the record of who changed queues; log: the server's log.",
     "backup_directory": "Where 'penstock backup' has a server write: a path, or s3://BUCKET/PREFIX.",
     "drain_delay": "How long a stopping server goes on serving while /ready is 503.",
     "grace": "How long a stopping server waits for requests at work.",

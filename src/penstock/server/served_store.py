@@ -21,6 +21,7 @@ from penstock.clock import SystemClock, loop_seconds
 from penstock.errors import InvalidInput, PenstockError, did_you_mean, needs_extra
 from penstock.readers import note_server
 from penstock.server import config as configuring
+from penstock.server.audit import Actor, AuditLog
 from penstock.server.batcher import Batcher
 from penstock.server.config import LISTENERS, OFF, Config, tls_files
 from penstock.server.connections import (
@@ -64,6 +65,7 @@ class Server:
         self.clock = clock or SystemClock()
         self.keys = Keys(Path(config.auth_keys)) if configuring.authenticates(config) else None
         self.tls = ServerTls(config)
+        self.audit = AuditLog(config.audit_path, self.clock) if config.audit_path else None
         self.metrics = Metrics(
             queues=config.metrics_queues,
             access_level=logging.INFO if config.log_access else logging.DEBUG,
@@ -96,6 +98,7 @@ class Server:
             self.batcher = Batcher(self.broker, loop)
         self.batcher.backups = ServerBackups(self.config.store, self.config.backup_directory)
         self.batcher.note_claimed = self.metrics.queues.note_claimed
+        self.batcher.audit = self.audit
         if self.config.backup_directory:
             self.metrics.expects_backups = True
             self.batcher.backups.when_made = note_backup
@@ -151,6 +154,14 @@ class Server:
         used = {} if self.keys is None else self.keys.former_used
         about = "When the former secret of a key with two was last used; 0: not yet."
         yield "key_former_secret_used_timestamp_seconds", about, used, "key"
+        lost = 0 if self.audit is None else self.audit.lost
+        yield "audit_records_lost", "Records that the audit log could not take.", lost
+
+    def audited_for_flight(self, key_id: str, address: str) -> Broker:
+        """Return the broker for one call of Flight."""
+        if self.audit is None:
+            return self.broker
+        return self.audit.watch(self.broker, Actor("flight", key_id, address))
 
     def _warn(self) -> None:
         hosts = {name: host for name, (host, _) in self.addresses.items() if name != "ops"}
@@ -258,6 +269,8 @@ class Server:
         await self.batcher.close()
         if ops is not None:
             await ops.stop(min(grace_ms, _OPS_GRACE_MS))
+        if self.audit is not None:
+            self.audit.close()
 
 
 # --- listeners, one for each protocol -------------------------------------------------------------
@@ -370,6 +383,7 @@ class _FlightService(Listener):
             server.clock,
             keys=server.keys,
             metrics=server.metrics,
+            audited=server.audited_for_flight,
             tls=None if files is None else TlsFiles(*files),
         )
 

@@ -21,6 +21,7 @@ import msgspec
 
 import penstock
 from penstock import errors, limits
+from penstock.server.audit import Actor, audited
 from penstock.server.console import messages, overview, queues, shown, visits
 from penstock.server.console.figures import Figures
 from penstock.server.console.sessions import Sessions
@@ -115,9 +116,11 @@ class Console:
         """Read from the store, on a thread."""
         return self.server.batcher.call(work)
 
-    def change(self, work: Callable[[Broker], T]) -> Future[T]:
-        """Change the store, on a thread for work that may take its time."""
-        return self.server.batcher.call(work, long=True)
+    def change(self, visit: Visit, work: Callable[[Broker], T]) -> Future[T]:
+        """Change the store for a visitor, on a thread for work that may take its time."""
+        batcher, request = self.server.batcher, visit.request
+        actor = Actor("console", visit.principal.key_id, request.peer)
+        return batcher.call(audited(batcher.audit, actor, work), long=True)
 
     def render(self, template: str, visit: Visit, *, status: int = 200, **values: Any) -> Response:
         """Make a page of a template; for a request of htmx only the block of its target."""

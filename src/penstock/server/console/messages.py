@@ -220,7 +220,7 @@ async def act(console: Console, visit: Visit) -> Response:
     wish = await console.look(lambda broker: _read_wish(broker, visit))
     if "confirmed" not in visit.form:
         return console.render("confirm.html", visit, queue=visit.queue, wish=wish)
-    count = await console.change(lambda broker: _do(broker, visit.queue, wish))
+    count = await console.change(visit, lambda broker: _do(broker, visit.queue, wish))
     query = {"state": wish.state.value, "did": wish.action, "count": count}
     return redirect(visit, link("queues", visit.queue, **query))
 

@@ -250,7 +250,7 @@ async def create(console: Console, visit: Visit) -> Response:
         settings = {**read_settings(form), "ordering": form["ordering"]}
         settings["filter"] = settings["filter"] or None
         check_settings(visit.principal, name, settings)
-        await console.change(lambda broker: broker.create_queue(name, **settings))
+        await console.change(visit, lambda broker: broker.create_queue(name, **settings))
     except REFUSALS as error:
         return await _form_page(console, visit, form, error)
     return redirect(visit, link("queues", name, did="created"))
@@ -276,7 +276,7 @@ async def change_settings(console: Console, visit: Visit) -> Response:
         changes = {name: new for name, new in given.items() if new != getattr(spec, name)}
         check_settings(visit.principal, spec.name, changes)
         if changes:
-            await console.change(lambda broker: broker.update_queue(spec.name, **changes))
+            await console.change(visit, lambda broker: broker.update_queue(spec.name, **changes))
     except REFUSALS as error:
         return await _form_page(console, visit, form, error)
     return redirect(visit, link("queues", spec.name, did="changed", count=len(changes)))
@@ -315,7 +315,7 @@ async def delete(console: Console, visit: Visit) -> Response:
         spec = await console.look(lambda broker: broker.queue(queue))
         error = InvalidInput("that is not the name of this queue: it was not deleted")
         return await _form_page(console, visit, write_settings(spec), error)
-    await console.change(lambda broker: broker.delete_queue(queue, drain=drain))
+    await console.change(visit, lambda broker: broker.delete_queue(queue, drain=drain))
     return redirect(visit, link(""))
 
 

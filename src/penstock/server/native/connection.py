@@ -321,7 +321,7 @@ class NativeConnection(asyncio.Protocol):
             pending.disarm()
             request.wait_ms = max(0, round((pending.until - self._loop.time()) * 1000))
         try:
-            principal = self._principal
+            principal, pending.address = self._principal, self._slot.address
             assert principal is not None, "a client asks for nothing before its greeting"
             if principal is not ANYONE:
                 verb.check(principal, request)

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -29,6 +30,7 @@ from penstock.broker.broker import Broker
 from penstock.broker.requests import Ack, Publish
 from penstock.errors import NotAllowed, PenstockError, QueueNotFound, StoreDamaged
 from penstock.packing import check_packed
+from penstock.server.audit import Actor, audited
 from penstock.server.batcher import Batcher
 from penstock.server.security import check_publish, check_receipts_of, check_settings, check_target
 from penstock.validation import check_count, check_receipts
@@ -128,15 +130,29 @@ def _fields(request: wire.Request) -> dict[str, Any]:
 def _call(verb: Callable[..., Any]) -> Any:
     """Call a verb on a thread, with the broker and the request's fields."""
 
-    def run(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
+    def run(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
         fields = _fields(pending.request)
         # Settings and changes are keyword arguments of their own.
         more = fields.pop("settings", None) or fields.pop("changes", {})
-        return batcher.call(
-            partial(verb, **fields, **more), long=type(pending.request) in wire.LONG
-        )
+
+        work: Callable[[Broker], Any] = partial(verb, **fields, **more)
+        if getattr(Broker, verb.__name__, None) is verb:
+            # By name: the broker may be one that records its verbs.
+            work = methodcaller(verb.__name__, **fields, **more)
+        long = type(pending.request) in wire.LONG
+        return batcher.call(_audited(batcher, pending, principal, work), long=long)
 
     return run
+
+
+def _audited(
+    batcher: Batcher, pending: PendingRequest, principal: Principal, work: Callable[[Broker], Any]
+) -> Callable[[Broker], Any]:
+    return audited(batcher.audit, _actor(pending, principal), work)
+
+
+def _actor(pending: PendingRequest, principal: Principal) -> Actor:
+    return Actor("native", principal.key_id, pending.address)
 
 
 def _browse(broker: Broker, **fields: Any) -> wire.Entries:
@@ -155,13 +171,9 @@ def _all_stats(broker: Broker, after: str, limit: int) -> wire.StatsPage:
     return wire.StatsPage(stats, names[limit - 1] if len(names) > limit else None)
 
 
-def _backup(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
+def _backup(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
     asked = pending.request
-
-    def make(broker: Broker) -> tuple[str, int]:
-        return batcher.backups.make(broker, asked.name, incremental=asked.incremental)
-
-    return batcher.call(make, long=True)
+    return batcher.back_up(asked.name, _actor(pending, principal), incremental=asked.incremental)
 
 
 class _StepDoneError(Exception):
@@ -303,6 +315,8 @@ class PendingRequest(msgspec.Struct, eq=False):
     alarm: TimerHandle | None = None
     # How long its claim was parked at the batcher.
     waited_s: float = 0.0
+    # Where its client is.
+    address: str = ""
 
     def admit(self) -> bool:
         """Say whether the claim may look for messages again."""

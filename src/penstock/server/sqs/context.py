@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from penstock import limits
 from penstock.errors import LimitReached
+from penstock.server.audit import Actor, audited
 from penstock.server.security import ANYONE
 from penstock.wire.sqs.protocol import SqsFault
 from penstock.wire.sqs.queues import QueueView, view_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.broker.broker import Broker
     from penstock.model import Delivery, QueueSpec
     from penstock.server.batcher import Batcher
     from penstock.server.http import Request
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.wire.sqs.protocol import SqsEntry, SqsRequest
 
 Answer: TypeAlias = dict[str, Any]
+T = TypeVar("T")
 
 # For how long settings count as fresh that another protocol may have changed.
 _FRESH_S: Final = 1.0
@@ -62,6 +67,16 @@ class SqsCall(NamedTuple):
     sqs: SqsService
     principal: Principal
     http: Request
+
+    @property
+    def actor(self) -> Actor:
+        """The sender of the request, for the audit log."""
+        return Actor("sqs", self.principal.key_id, self.http.peer)
+
+    def change(self, work: Callable[[Broker], T], *, long: bool = False) -> asyncio.Future[T]:
+        """Do something with the broker that the audit log is to know of."""
+        batcher = self.sqs.batcher
+        return batcher.call(audited(batcher.audit, self.actor, work), long=long)
 
     def queue_of(self, request: SqsRequest, *actions: str) -> str:
         """Return the name of a request's queue, on which one of the actions must be allowed."""

@@ -13,6 +13,7 @@ import msgspec
 from penstock import limits
 from penstock.errors import NotAllowed, PenstockError
 from penstock.model import Ordering, State
+from penstock.server.audit import Actor
 from penstock.server.security import Principal, check_target
 from penstock.server.sqs.context import check_range
 from penstock.wire.sqs import queues as wire
@@ -60,7 +61,7 @@ async def create(call: SqsCall, request: SqsRequest) -> Answer:
         settings = wire.new_queue(sqs.options.done_retention_ms)
         settings |= wire.settings_for(attributes, labels)
         ordering = Ordering.FIFO if fifo else Ordering.STANDARD
-        spec = await sqs.batcher.call(
+        spec = await call.change(
             lambda broker: broker.create_queue(name, ordering=ordering, **settings)
         )
         sqs.queues.changed(name, spec)
@@ -71,7 +72,7 @@ async def delete(call: SqsCall, request: SqsRequest) -> Answer:
     """Remove a queue."""
     name = call.queue_of(request, "admin")
     async with call.sqs.turn:
-        await call.sqs.batcher.call(lambda broker: broker.delete_queue(name), long=True)
+        await call.change(lambda broker: broker.delete_queue(name), long=True)
         call.sqs.queues.changed(name, None)
         call.sqs.purged_at_ms.pop(name, None)
     return {}
@@ -89,7 +90,7 @@ async def purge(call: SqsCall, request: SqsRequest) -> Answer:
     states = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
     sqs.purging.add(name)
     try:
-        await sqs.batcher.call(lambda broker: broker.purge(name, states=states), long=True)
+        await call.change(lambda broker: broker.purge(name, states=states), long=True)
     finally:
         sqs.purging.discard(name)
     sqs.purged_at_ms[name] = sqs.clock.now_ms()
@@ -109,7 +110,7 @@ async def set_attributes(call: SqsCall, request: SqsRequest) -> Answer:
         if attributes.get("FifoQueue", "true" if fifo else "false") != str(fifo).lower():
             raise SqsFault.attribute_value("FifoQueue")
         _check_dead_letter(call, name, attributes, specs)
-        await _update(call.sqs, name, wire.settings_for(attributes, spec.labels))
+        await _update(call, name, wire.settings_for(attributes, spec.labels))
     return {}
 
 
@@ -123,7 +124,7 @@ async def relabel(
     async with call.sqs.turn:
         spec = await call.sqs.queues.spec(name)
         labels = change(dict(spec.labels), request, call.sqs.arn(name))
-        await _update(call.sqs, name, {"labels": labels})
+        await _update(call, name, {"labels": labels})
     return {}
 
 
@@ -187,10 +188,11 @@ def _find(specs: Mapping[str, QueueSpec], name: str) -> QueueSpec:
     return specs[name]
 
 
-async def _update(sqs: SqsService, name: str, settings: dict[str, Any]) -> None:
+async def _update(call: SqsCall, name: str, settings: dict[str, Any]) -> None:
+    sqs = call.sqs
     now_s = sqs.clock.now_ms() // 1000
     settings["labels"] = {**settings["labels"], wire.CHANGED_LABEL: str(now_s)}
-    spec = await sqs.batcher.call(lambda broker: broker.update_queue(name, **settings))
+    spec = await call.change(lambda broker: broker.update_queue(name, **settings))
     sqs.queues.changed(name, spec)
 
 
@@ -265,6 +267,7 @@ class MoveTask(msgspec.Struct, kw_only=True):
     destination: str
     rate: int | None
     principal: Principal
+    actor: Actor
     started_ms: int
     to_move: int = 0
     moved: int = 0
@@ -318,6 +321,7 @@ async def start_move(call: SqsCall, request: SqsRequest) -> Answer:
         destination=destination,
         rate=rate,
         principal=call.principal,
+        actor=call.actor,
         started_ms=sqs.clock.now_ms(),
     )
     sqs.moves[task.handle] = task
@@ -434,6 +438,11 @@ async def _run(sqs: SqsService, task: MoveTask) -> None:
     except Exception:
         log.exception("a move out of queue %s failed", task.source)
         task.status, task.reason = "FAILED", "InternalError"
+    finally:
+        if sqs.batcher.audit is not None:
+            about = {"queue": task.source, "to": task.destination, "task": task.status}
+            began_ms, moved = task.started_ms, task.moved
+            sqs.batcher.audit.record(task.actor, "move", about, began_ms=began_ms, count=moved)
 
 
 def _step(task: MoveTask, limit: int, broker: Broker) -> int:
