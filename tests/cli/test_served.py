@@ -175,7 +175,13 @@ def test_the_help_is_in_sections() -> None:
 
 def test_all_queues_are_counted(world: World) -> None:
     names = [spec.name for spec in world.client.queues()]
-    assert [each["queue"] for each in world.json("stats")["queues"]] == names
+    shown = world.json("stats", "--all")
+    assert [each["queue"] for each in shown["queues"]] == names
+    depths = [each["available"] for each in shown["queues"]]
+    assert shown["total"]["queues"] == len(names)
+    assert shown["total"]["available"] == sum(depths)
+    (deepest,) = world.json("stats", "--top", "1")["queues"]
+    assert deepest["available"] == max(depths)
     rows = world.json("top", "--once", "--every", "10ms", "--sort", "queue")
     assert [each["queue"] for each in rows] == names
 

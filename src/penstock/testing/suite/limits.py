@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.broker.tailer import route_once
 from penstock.errors import InvalidQueue, LimitReached
 from penstock.model import Message
 from penstock.testing.checking import assert_clean
@@ -281,6 +282,16 @@ class LimitSuite(Suite):
         self.clock.advance(1_000)
         broker.sweep()
         assert self.depth() == (0, 0, 0, 0, 1)
+
+    def test_a_pipeline_is_never_refused(self) -> None:
+        broker = self.broker = self.open(self.clock, background=False, routing="pipeline")
+        broker.create_queue("q", max_messages=1)
+        drops: dict[str, Any] = {"max_messages": 1, "overflow": "drop_oldest"}
+        broker.create_queue("dropping", filter="TRUE", **drops)
+        self.put(b"1", b"2", b"3")
+        assert route_once(broker)
+        assert self.depth() == (3, 0, 0, 0, 0)
+        assert self.depth("dropping") == (1, 0, 0, 0, 2)
 
     # --- settings ------------------------------------------------------------------------------
 

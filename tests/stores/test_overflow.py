@@ -1,0 +1,99 @@
+"""Queues with limits on the key-value stores: what a crash leaves, and the counter of bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import penstock
+from penstock import ManualClock, Message
+from penstock.salvage import salvage
+from penstock.store.check_report import Kind
+from penstock.store.kv.store import KvStore
+from penstock.testing.checking import assert_clean
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DROPS: dict[str, Any] = {"max_messages": 2, "overflow": "drop_oldest"}
+
+
+def store_of(broker: penstock.Broker) -> KvStore:
+    store = broker._store
+    assert isinstance(store, KvStore)
+    return store
+
+
+def messages(count: int) -> list[Message]:
+    return [Message(b"%d" % n, {"queue": "q"}) for n in range(count)]
+
+
+@pytest.fixture(params=["indexed", "buckets"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"rocksdb:{tmp_path}/store?design={request.param}"
+
+
+def test_a_store_that_ended_before_it_dropped_drops_when_it_is_opened(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    with penstock.open(url, clock=clock, background=False) as broker:
+        broker.create_queue("q", **DROPS)
+        # As if the process had ended between the two commits.
+        monkeypatch.setattr(store_of(broker), "drop_excess", lambda *_: 0)
+        broker.publish(messages(5))
+    with penstock.open(url, clock=clock, background=False) as broker:
+        assert store_of(broker).soonest_ms() == 0
+        assert broker.sweep().failed == 3
+        assert broker.stats("q").available == 2
+        assert store_of(broker).soonest_ms() != 0
+        assert_clean(broker)
+
+
+def test_a_refused_publish_leaves_memory_alone(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q", max_messages=1)
+        broker.publish(messages(1))
+
+        def load() -> None:
+            pytest.fail("a refusal must not cost a look at the whole store")
+
+        monkeypatch.setattr(store_of(broker), "load", load)
+        with pytest.raises(penstock.LimitReached):
+            broker.publish(messages(1))
+
+
+def test_a_check_counts_the_bytes_again(url: str) -> None:
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q", max_bytes=100)
+        broker.publish(messages(9))
+        store = store_of(broker)
+        queue = store.queue("q")
+        queue.counts.live_bytes = 77
+        store.commit(store.begin(), (queue,), broker._clock.now_ms())
+        (found,) = broker.check().violations
+        assert found.kind is Kind.COUNTER
+        assert "live_bytes is 77, not 9" in found.text
+        assert broker.check(repair=True).left == 0
+        assert broker.stats("q").live_bytes == 9
+
+
+def test_salvage_counts_them_too(url: str, tmp_path: Path) -> None:
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q", max_bytes=100)
+        broker.publish(messages(9))
+        (held,) = broker.claim("q")
+    salvage(url.partition("?")[0], f"rocksdb:{tmp_path}/new")
+    with penstock.open(f"rocksdb:{tmp_path}/new", background=False) as broker:
+        assert held.payload
+        assert broker.queue("q").max_bytes == 100
+        assert broker.stats("q").live_bytes == 9
+        assert_clean(broker)
+
+
+def test_queues_without_limits_count_no_bytes(url: str) -> None:
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q", max_messages=10)
+        broker.publish(messages(9))
+        assert store_of(broker).queue("q").counts.live_bytes == 0
