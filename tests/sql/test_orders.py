@@ -111,6 +111,36 @@ def test_a_change_of_logs_and_an_assignment(postgres: PostgresServer, url: str) 
     race.close()
 
 
+def test_a_visit_locks_items_as_receipts_do(race: Race) -> None:
+    """Items that it sees wait, while another process leases them, and settles them at once."""
+    first = race.first
+    # So many that the items of a visit are looked up one by one.
+    first.broker.create_queue("others")
+    first.put(*["a"] * 3_000, queue="others")
+    ids = first.put("a", priority=0) + first.put("a", priority=9)
+    one = "SELECT 1 FROM items WHERE message_id = %s FOR UPDATE"
+    with (
+        ThreadPoolExecutor(2) as pool,
+        race.holding("SELECT 1 FROM items WHERE false") as settling,
+    ):
+        with race.holding("SELECT 1 FROM items WHERE false") as leasing:
+            leased = "SET lease_id = 'x', vesting_ms = vesting_ms + 60000"
+            leasing.execute(f"UPDATE items {leased} WHERE message_id >= {ids[0]}")
+            number = first.core.queue("q").number
+            counted = f"WHERE queue = {number} AND slot = 0"
+            leasing.execute(f"UPDATE queue_counts SET in_flight = 2 {counted}")
+            settle = pool.submit(settling.execute, one, [ids[0]])
+            wait_until(lambda: race.blocks(leasing) == 1)
+            claim = pool.submit(first.broker.claim, "q", limit=2)
+            race.until_waiting(first)
+        settle.result(LONG_S)
+        # The other one, by which it would wait for the claim, and the claim for it.
+        settling.execute(one, [ids[1]])
+        assert not claim.done()
+    assert claim.result(LONG_S) == []
+    assert first.database.repeated == 0
+
+
 # --- zones ----------------------------------------------------------------------------------------
 
 

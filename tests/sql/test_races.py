@@ -87,6 +87,14 @@ class Race:
             ).fetchall()
         return bool(rows)
 
+    def blocks(self, connection: psycopg.Connection[Any]) -> int:
+        """Count the sessions that wait for a lock of a connection."""
+        text = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
+        with self._server.connect() as admin:
+            row = admin.execute(text, [connection.info.backend_pid]).fetchone()
+        assert row is not None
+        return int(str(row[0]))
+
     def until_waiting(self, process: Process) -> None:
         wait_until(lambda: self.waits(process))
 

@@ -183,7 +183,9 @@ UPDATE queues SET coverage = :coverage WHERE number = :number;
 -- name: clear_queue
 -- Remove the live messages of a queue, before its other rows: an ack that is under way is waited for,
 -- and the next statement sees the message that it has ended.
-DELETE FROM items WHERE queue = :number RETURNING message_id;
+DELETE FROM items WHERE queue = :number AND message_id = ANY (ARRAY(
+    SELECT message_id FROM items WHERE queue = :number ORDER BY message_id FOR UPDATE))
+RETURNING message_id;
 
 -- name: remove_queue
 -- Remove a queue with its other rows; tell which done and failed messages it held.
@@ -521,6 +523,9 @@ given AS (
                 :highs::bigint[], :room_bytes::bigint[])
         AS w (lease, deadline_ms, consumer, low, high, room_bytes)
         ON c.at > w.low AND c.at <= w.high
+    -- As receipts lock them: an item that another process has leased meanwhile is locked before it is
+    -- found to be so.
+    ORDER BY c.message_id
 ), leased AS (
     UPDATE items i
     SET vesting_ms = g.deadline_ms, lease_id = g.lease, attempts = i.attempts + 1,
@@ -1123,7 +1128,9 @@ ORDER BY expires_at_ms LIMIT :count;
 -- Compute again when waiting messages of a queue are removed.
 UPDATE items
 SET expires_at_ms = CASE WHEN :retention_ms > 0 THEN visible_at_ms + :retention_ms END
-WHERE queue = :queue AND lease_id IS NULL;
+WHERE queue = :queue AND message_id = ANY (ARRAY(
+    SELECT message_id FROM items WHERE queue = :queue AND lease_id IS NULL
+    ORDER BY message_id FOR UPDATE));
 
 -- name: trim_ended
 -- Remove done or failed messages whose sequence is below a bound.
