@@ -22,6 +22,7 @@ from penstock import (
     Message,
     ServerUnreachable,
 )
+from penstock.store.sql.database import Database
 from penstock.store.sql.store import SqlStore
 from penstock.testing.auditor import Kind
 from penstock.testing.checking import assert_clean
@@ -352,6 +353,26 @@ def test_a_lost_connection_does_not_keep_the_clock_from_following(
 
 
 # --- poolers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("statement", ["load_instance", "load_queues"])
+def test_an_open_goes_on_when_its_connection_is_lost(
+    url: str, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    run = Database.run
+    cut: list[int] = []
+
+    def cutting(database: Database, name: str, /, **parameters: Any) -> Any:
+        if name == statement and not cut:
+            cut.append(postgres.cut())
+        return run(database, name, **parameters)
+
+    monkeypatch.setattr(Database, "run", cutting)
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q")
+        broker.send("q", b"")
+        assert len(broker.claim("q")) == 1
+    assert len(cut) == 1
 
 
 def test_nothing_is_prepared_if_the_url_says_so(url: str, postgres: PostgresServer) -> None:

@@ -77,11 +77,16 @@ def open_store(
             "documentation alone (docs/sql.md, CockroachDB); try it with messages you can lose"
         )
     database = Database(place, relaxed=relaxed, clock=clock)
-    try:
-        database.connect()
+
+    def opened() -> SqlStore:
         _prepare(database, place, create=create)
         _make_instance(database, store_id, routing)
         return SqlStore(database, random, background=background)
+
+    try:
+        database.connect()
+        # Once there is a database, a connection that is lost is made again, as for every verb.
+        return database.do(opened, again=True)
     except BaseException:
         database.close()
         raise
