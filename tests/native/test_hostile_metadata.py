@@ -71,6 +71,7 @@ HOSTILE = {
     "deeply nested": NESTED,
     "a deeply nested value": b"\x94\xa0\x00\x00\x81\xa1n" + NESTED,
     "an integer that is too wide": b"\x94\xa0\xcc\x00\x00\x80",
+    "an integer that is signed": b"\x94\xa0\x00\x00\x81\xa1n\xd1\x01\x00",
     "a float of 32 bits": b"\x94\xa0\x00\x00\x81\xa1n\xca" + struct.pack(">f", 0.5),
 }
 

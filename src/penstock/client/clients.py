@@ -293,8 +293,6 @@ class Client(Verbs, Waiting):
         """The connection, for subscriptions of your own; its methods are the loop's."""
         return self._transport
 
-    can_consume = True
-
     def subscribe(self, subscription: Subscription) -> None:
         """Open a subscription on the loop's thread."""
         with self._guard:

@@ -290,7 +290,7 @@ class Worker:
         make_claimer: type[Claimer] = Claimer
         # With credit for several queues a server would push more than there are free slots.
         exact = self._settings.prefetch == 0 and len(self._queues) > 1
-        if getattr(broker, "can_consume", False) and not exact:
+        if hasattr(broker, "subscribe") and not exact:
             # Loaded when used: an embedded broker needs nothing of the client.
             from penstock.worker.subscriber import Subscriber  # noqa: PLC0415
 
