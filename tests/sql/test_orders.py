@@ -188,6 +188,18 @@ def test_leases_whose_messages_fail_are_counted_by_who_ends_them(race: Race) -> 
     assert [each.failed for each in counts] == [2, 0]
 
 
+def test_a_check_that_takes_long_judges_pointers_by_the_time(race: Race) -> None:
+    """While it waits, another process puts a pointer back that has more to give: at its time."""
+    race.first.put(*["a"] * 5)
+
+    def work() -> None:
+        race.clock.advance(1_000)
+        assert len(race.second.broker.claim("q")) == 1
+
+    with before(race.first.database, "pointers_late", work):
+        assert race.first.broker.check().found == {}
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 

@@ -363,7 +363,8 @@ class SqlMaintain(SqlClaim):
 
     def _run_check(self, statement: str, now_ms: int) -> list[tuple[Any, ...]]:
         known = {
-            "now_ms": now_ms,
+            # As of the statement: it may have waited for the heads, and others have gone on.
+            "now_ms": max(now_ms, self.database.clock()),
             "threshold_ms": self.tunables.threshold_ms,
             "cool_ms": self.tunables.cool_ms,
             "slot": self.slot,
