@@ -106,6 +106,7 @@ SERVED: dict[str, tuple[list[str], str]] = {
 STORE_ONLY: dict[str, tuple[list[str], str]] = {
     "check": ([], "penstock backup verify PLACE"),
     "salvage": (["URL", "rocksdb:./new"], "stop the server"),
+    "copy": (["URL", "rocksdb:./new"], "grpc://HOST:8815"),
     "cluster status": ([], "name the database"),
     "cluster resize": (["2"], "name the database"),
     "cluster split": (["orders"], "name the database"),

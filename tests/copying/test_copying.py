@@ -145,3 +145,25 @@ def test_a_server_is_copied_while_it_serves(places: Places, kind: str) -> None:
     with penstock.open(target, background=False, create=False) as broker:
         assert broker.check().violations == []
         assert len(show(broker)["log"][1]) == len(expected["log"][1]) == report.log
+
+
+@pytest.mark.parametrize("kind", ["rocks-indexed", "sql"])
+def test_a_copy_of_a_served_store_goes_on(places: Places, kind: str) -> None:
+    source, target = places.make(kind, "source"), places.make("rocks-buckets", "target")
+    steps: list[str] = []
+
+    def stop(*_: Any) -> None:
+        steps.append("")
+        if len(steps) == 5:
+            raise KeyboardInterrupt
+
+    with penstock.open(source, background=False) as broker:
+        fill(broker)
+        with in_process_server(broker) as listener:
+            with pytest.raises(KeyboardInterrupt):
+                copy(listener.location, target, progress=stop)
+            report = copy(listener.location, target)
+            assert report.resumed
+        expected = show(broker, copied_at_ms=report.at_ms)
+    with penstock.open(target, background=False, create=False) as broker:
+        assert show(broker) == expected

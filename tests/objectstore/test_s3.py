@@ -6,11 +6,13 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from tests.copying.places import fill, show
 from tests.objectstore.test_owners import wait
 from tests.waiting import wait_until
 
 import penstock
 from penstock import InvalidUrl, Message, StorageFailed, StoreDamaged, StoreMismatch, SystemClock
+from penstock.copying import copy
 from penstock.engines import Shape
 from penstock.engines import slatedb as engine_module
 from penstock.engines.slatedb import SlateEngine
@@ -40,6 +42,22 @@ class Confirmed(NamedTuple):
 
 def bodies(broker: Broker, queue: str = "q") -> list[bytes]:
     return sorted(entry.payload or b"" for entry in broker.browse(queue, limit=1_000))
+
+
+def test_a_store_is_copied_to_a_bucket_and_from_there_beside_its_owner(
+    url: str, tmp_path: Path
+) -> None:
+    with penstock.open(f"rocksdb:{tmp_path}/source", background=False) as broker:
+        fill(broker)
+    report = copy(f"rocksdb:{tmp_path}/source", url)
+    with penstock.open(url, background=False, create=False) as broker:
+        assert_clean(broker)
+        copy(url, f"rocksdb:{tmp_path}/back")
+        shown = show(broker)
+    with penstock.open(f"rocksdb:{tmp_path}/back", background=False) as broker:
+        assert show(broker) == shown
+    with penstock.open(f"rocksdb:{tmp_path}/source", background=False) as broker:
+        assert shown == show(broker, copied_at_ms=report.at_ms)
 
 
 # --- life -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import penstock
 from penstock import InvalidInput, Message, NotAllowed
 from penstock.errors import ServerUnreachable
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import ReadCommand
+from penstock.flight.protocol import CopyTicket, ReadCommand, encode
 from penstock.server import running
 from penstock.server.security import add_key
 from penstock.spark.options import read_options, write_options
@@ -49,6 +49,15 @@ def put(store: FlightStore, *queues: str | None) -> int:
     return store.publish([batch], ROWS).published
 
 
+def copy_of(store: FlightStore) -> None:
+    held = store.hold_snapshot()
+    try:
+        parts = list(store.read(encode(CopyTicket(held.snapshot, section=0))))
+        assert len(parts) > 1
+    finally:
+        store.drop_snapshot(held.snapshot)
+
+
 # Verb, what it does with a store, and which keys may.
 MATRIX: list[tuple[str, Callable[[FlightStore], Any], set[str]]] = [
     ("publish", lambda s: put(s, "orders", "orders-eu"), {"root", "sender"}),
@@ -80,6 +89,7 @@ MATRIX: list[tuple[str, Callable[[FlightStore], Any], set[str]]] = [
     ("stage", lambda s: s.stage("s", [], log=0, begin=1, end=2), {"root"}),
     ("fill", lambda s: s.fill_stage("s", [], queue="orders", begin=1, end=2), {"root"}),
     ("drop", lambda s: s.drop_stages(["s"]), {"root"}),
+    ("copy", copy_of, {"root"}),
 ]
 
 

@@ -66,10 +66,7 @@ SECTIONS: Final = {
         "restore": ("backup", "Make a store of a backup."),
         "check": ("store", "Read the whole store and hold it to its invariants."),
         "salvage": ("store", "Read what can be read of the damaged STORE into a new one, TARGET."),
-        "copy": (
-            "store",
-            "Bring everything of the store SOURCE into a new one, TARGET, and compare the two.",
-        ),
+        "copy": ("store", "Bring everything of the store SOURCE into a new one, TARGET."),
         "sweep": ("messages", "Do what is due: expiry, delays, retention."),
         "cluster": ("store", "Look at a store on a SQL database, and change its ring."),
     },

@@ -314,10 +314,11 @@ def _ranges(ranges: list[tuple[int, int]]) -> str:
 @click.argument("target")
 @common.json_option
 def copy_command(source: str, target: str) -> None:
-    """Bring everything of the store SOURCE into a new one, TARGET, and compare the two.
+    """Bring everything of the store SOURCE into a new one, TARGET.
 
-    Both are URLs, such as rocksdb:./data and postgresql://db/penstock; SOURCE may be the Flight
-    listener of a server, grpc://HOST:8815. The same command again goes on after an interruption.
+    At the end it compares the two. Both are URLs, such as rocksdb:./data and
+    postgresql://db/penstock; SOURCE may be the Flight listener of a server, grpc://HOST:8815. The
+    same command again goes on after an interruption.
     """
     try:
         with common.progress_bar("copying") as bar:
