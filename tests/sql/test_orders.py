@@ -14,6 +14,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import Message
+from penstock.model import LeaseRequest
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -163,6 +164,19 @@ def test_a_backlog_does_not_delay_a_message_that_comes_due(race: Race) -> None:
     assert len([second.broker.claim("q") for _ in range(3)]) == 3
     race.clock.advance(5_000)
     assert "late" in [each.group for _ in range(2) for each in second.broker.claim("q")]
+
+
+def test_a_claim_that_has_waited_leaves_publishes_their_time(race: Race) -> None:
+    """For a connection. A publish trusts what it has read of a pointer, as of now."""
+    first, second = race.first, race.second
+    began_ms = race.clock.now_ms()
+    first.put("a")
+    race.clock.advance(1_000)
+    want = LeaseRequest(1, 60_000, "", b"x" * 16)
+    (claimed,) = second.core.claim("q", [want], began_ms)
+    assert len(claimed) == 1
+    ((vesting_ms,),) = first.database.execute("SELECT vesting_ms FROM pointers")
+    assert vesting_ms == race.clock.now_ms() + first.core.tunables.cool_ms
 
 
 def test_a_claim_ends_though_others_are_at_all_that_is_left(race: Race) -> None:

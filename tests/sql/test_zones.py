@@ -420,6 +420,7 @@ def visit_parameters(store: Store, *zones: bytes, width: int = 1) -> dict[str, A
         "turn": 0,
         "stamp": core.stamp(),
         "cool_ms": 0,
+        "clock_ms": now_ms,
         "never_ms": NEVER_MS,
         "now_ms": now_ms,
     }

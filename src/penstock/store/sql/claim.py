@@ -414,6 +414,7 @@ class SqlClaim(SqlQueues):
                 turn=self.take_turns(len(offered) + 1),
                 stamp=self.stamp(),
                 cool_ms=self.tunables.cool_ms,
+                clock_ms=max(now_ms, self.database.clock()),
                 never_ms=NEVER_MS,
                 now_ms=now_ms,
             )

@@ -545,11 +545,12 @@ given AS (
 -- part: put_back
 -- The pointers go back at the earliest vesting time of their zones.
 -- A zone with no more visible items is raised in p at once, in Q_C only after a while (cool_ms): a
--- process that has read p before has committed its items by then.
+-- process that has read p before has committed its items by then. By :clock_ms, the time at which the
+-- statement is sent: a claim may have waited for a connection since :now_ms.
 put_back AS (
     UPDATE pointers q
-    SET vesting_ms = CASE WHEN p.vesting_ms > :now_ms THEN a.vesting_ms
-                          ELSE least(a.vesting_ms, :now_ms + :cool_ms) END,
+    SET vesting_ms = CASE WHEN p.vesting_ms > :clock_ms THEN a.vesting_ms
+                          ELSE least(a.vesting_ms, :clock_ms + :cool_ms) END,
         turn = :turn + a.nth, lease_id = :stamp
     FROM after a
     CROSS JOIN LATERAL (
