@@ -318,8 +318,8 @@ def test_cockroachdb_is_opened_with_a_warning(
     assert "has not been run on CockroachDB" in caplog.text
 
 
-def test_statements_are_such_as_cockroachdb_documents() -> None:
-    """It has no functions that write and read the binary form of a type, and no hidden columns."""
+def test_statements_for_cockroachdb_leave_out_what_is_postgresqls_own() -> None:
+    """No functions of the binary form of a type, no ``ctid``, no catalogue."""
     for name, statement in statements_of("cockroachdb").items():
         found = re.search(r"\b\w+(send|recv)\(|\bctid\b|\bpg_\w+", statement.text)
         assert found is None, (name, found)

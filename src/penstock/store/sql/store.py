@@ -73,8 +73,8 @@ def open_store(
     """
     if place.dialect == "cockroachdb":
         log.warning(
-            "Penstock has not been run on CockroachDB: its statements were compared with the "
-            "documentation alone (docs/sql.md, CockroachDB); try it with messages you can lose"
+            "Penstock has not been run on CockroachDB, and only some of its statements' constructs "
+            "were looked up (docs/sql.md, CockroachDB); try it with messages you can lose"
         )
     database = Database(place, relaxed=relaxed, clock=clock)
 
