@@ -65,7 +65,8 @@ class ServerTls:
             "certificate": self._config.tls_certificate,
             "client_ca": self._config.tls_client_ca,
         }
-        expiry = {name: expires_at(read_pem(path)) for name, path in paths.items() if path}
+        found = {name: expires_at(read_pem(path)) for name, path in paths.items() if path}
+        expiry = {name: second for name, second in found.items() if second}
         self._contexts, self.expiry = contexts, expiry
         for name, second in expiry.items():
             if second * 1000 <= SystemClock().now_ms():
@@ -81,7 +82,7 @@ class ServerTls:
         except InvalidInput as error:
             log.error("the certificate stays as it was: %s", error)  # noqa: TRY400
             return False
-        now = self.expiry["certificate"]
+        now = self.expiry.get("certificate", 0)
         same = "as before" if now == before else f"before: until {_time(before or 0)}"
         path = self._config.tls_certificate
         log.info("read the certificate %s again: valid until %s (%s)", path, _time(now), same)
