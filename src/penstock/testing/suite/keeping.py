@@ -239,6 +239,17 @@ class KeepingSuite(Suite):
 
     # --- purge and delete ------------------------------------------------------------------
 
+    def test_purge_up_to_a_limit(self) -> None:
+        broker = self.start()
+        self.put(*(b"%d" % n for n in range(5)))
+        self.put(b"later", delay_ms=1_000)
+        assert broker.purge("q", limit=2) == 2
+        assert self.depth() == (3, 1, 0, 0, 0)
+        assert broker.purge("q", limit=10) == 4
+        assert broker.purge("q", limit=1) == 0
+        with self.refused(InvalidInput):
+            broker.purge("q", limit=0)
+
     @pytest.mark.parametrize("state", [state.value for state in State])
     def test_purge_one_state(self, state: str) -> None:
         broker = self.start(max_attempts=2)
