@@ -36,7 +36,7 @@ WORDS: Final = {True: "true", False: "false", None: "unknown"}
 _STYLES: Final = {True: "green", False: "red", None: "yellow"}
 STATES: Final = [state.value for state in State]
 # Messages that one call removes, while the command shows how far it is.
-PURGE_STEP: Final = 10_000
+PURGE_STEP: Final = 50_000
 
 
 def duration(value: str | int) -> int:
