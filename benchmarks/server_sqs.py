@@ -31,7 +31,7 @@ from botocore.credentials import Credentials
 from common import describe, directory, show
 
 import penstock
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -107,7 +107,7 @@ LAYERS = {
     "flight": {
         *BROKER,
         *("__init__", "addresses", "broker", "server.metrics", "server.refusals"),
-        "server.security",
+        *("server.keys", "server.security"),
     },
     "spark": {
         *GROUND,

@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock.cli.main import COMMANDS, EXAMPLES, SECTIONS, cli
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

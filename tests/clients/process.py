@@ -13,7 +13,7 @@ import boto3
 from botocore.config import Config
 from tests.waiting import wait_until
 
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

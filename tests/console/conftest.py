@@ -12,7 +12,7 @@ from tests.console.visiting import Visitor
 
 import penstock
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ from penstock.clock import ManualClock
 from penstock.errors import InvalidInput
 from penstock.server import running
 from penstock.server.config import Config, authenticates, load
-from penstock.server.security import add_key, remove_key
+from penstock.server.keys import add_key, remove_key
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from penstock.server import running
 from penstock.server.console import messages, queues
 from penstock.server.console.messages import preview
 from penstock.server.console.reads import reason_key
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

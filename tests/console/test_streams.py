@@ -20,7 +20,7 @@ import penstock
 from penstock import limits
 from penstock.server import running
 from penstock.server.http import HttpBounds, Request, Response
-from penstock.server.security import add_key, read_keys, write_keys
+from penstock.server.keys import add_key, read_keys, write_keys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator

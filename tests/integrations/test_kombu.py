@@ -21,7 +21,7 @@ import penstock
 from penstock.errors import InvalidInput, InvalidUrl, NotAllowed
 from penstock.filters import Row, parse
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 from penstock.validation import check_queue_name
 
 try:

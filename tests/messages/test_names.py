@@ -14,7 +14,7 @@ import penstock
 from penstock import InvalidInput, InvalidQueue, InvalidUrl, QueueExists, QueueNotFound
 from penstock.flight.client import FlightStore
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

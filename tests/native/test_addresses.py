@@ -17,7 +17,7 @@ from penstock.addresses import Address, TlsFiles, parse_servers
 from penstock.client.turns import BACKOFF_BASE_MS, GOOD_MS, Turns
 from penstock.errors import InvalidUrl, NotAllowed, ServerUnreachable
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

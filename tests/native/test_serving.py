@@ -17,8 +17,8 @@ from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
 from penstock.model import Message
 from penstock.packing import pack_messages
+from penstock.server.keys import Keys, add_key
 from penstock.server.native.requests import VERBS
-from penstock.server.security import Keys, add_key
 from penstock.wire import native as wire
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest
 import trustme
 from tests.waiting import wait_until as wait_for
 
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

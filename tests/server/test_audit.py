@@ -19,7 +19,7 @@ from penstock.flight.client import FlightStore
 from penstock.server import running
 from penstock.server.audit import VERBS
 from penstock.server.console.queues import write_settings
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,7 +113,7 @@ def test_a_native_client(served: Served) -> None:
     assert told[2] == {"lease_ms": 1_000}
     assert told[3] == {"message_ids": ids[:20], "message_ids_count": 25}
     assert (told[4]["to"], told[4]["state"]) == ("other", "failed")
-    assert "nightly" in told[8]["path"]
+    assert told[8] == {"backup": "nightly", "incremental": False}
     assert "no queue named 'nowhere'" in lines[-1]["message"]
     assert "secret payload" not in served.path.read_text()
 

@@ -16,7 +16,7 @@ from penstock.cli.main import cli as main
 from penstock.engines.rocksdb import RocksEngine
 from penstock.flight.client import FlightStore
 from penstock.server import backup as backups
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from penstock.errors import ServerUnreachable
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import CopyTicket, ReadCommand, encode
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 from penstock.spark.options import read_options, write_options
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import penstock
 from penstock import limits
 from penstock.flight.client import FlightStore
 from penstock.server.connections import Connections, Listener
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 from penstock.wire import native as wire
 
 if TYPE_CHECKING:

@@ -14,8 +14,10 @@ from penstock import limits
 from penstock.cli.main import cli
 from penstock.errors import InvalidInput, NotAllowed
 from penstock.model import Message
+from penstock.server import keys as keys_file
 from penstock.server import security
-from penstock.server.security import ANYONE, Keys, Principal, add_key, read_keys
+from penstock.server.keys import Keys, add_key, read_keys
+from penstock.server.security import ANYONE, Principal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,7 +132,7 @@ def test_a_file_that_changes_is_read_again(path: Path, caplog: pytest.LogCapture
     assert keys.by_token(token)
     assert "the keys stay as they were" in caplog.text
     path.write_bytes(body)
-    security.remove_key(path, "app")
+    keys_file.remove_key(path, "app")
     keys.refresh()
     assert keys.by_token(token) is None
     assert keys.by_token(f"fresh:{fresh}")
@@ -143,12 +145,12 @@ def test_who_is_in_already_is_subject_to_a_change_too(path: Path) -> None:
     assert a is not None
     assert b is not None
     assert c is not None
-    security.remove_key(path, "a")
-    security.remove_key(path, "b")
+    keys_file.remove_key(path, "a")
+    keys_file.remove_key(path, "b")
     add_key(path, "b", ["all"])
     held = read_keys(path)
     held["c"].permissions = ["publish:x"]
-    security.write_keys(path, held)
+    keys_file.write_keys(path, held)
     keys.reload()
     # Gone; another secret; other permissions.
     assert not a.may("publish", "x")

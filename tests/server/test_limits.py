@@ -14,8 +14,8 @@ import penstock
 from penstock import LimitReached, Message
 from penstock.flight.client import FlightStore
 from penstock.server import running
+from penstock.server.keys import Keys, add_key, read_keys, write_keys
 from penstock.server.rates import Rate
-from penstock.server.security import Keys, add_key, read_keys, write_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

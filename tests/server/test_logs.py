@@ -18,7 +18,7 @@ from penstock.errors import NotAllowed
 from penstock.model import Message
 from penstock.server import queueber, running
 from penstock.server.config import TextLines
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock import NotAllowed, PenstockError
 from penstock.server import running
-from penstock.server.security import add_key, read_keys, write_keys
+from penstock.server.keys import add_key, read_keys, write_keys
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -33,8 +33,8 @@ from penstock.flight.service import FlightService
 from penstock.model import Cursor
 from penstock.server import admin as operations
 from penstock.server import running
+from penstock.server.keys import add_key
 from penstock.server.native.requests import VERBS
-from penstock.server.security import add_key
 from penstock.server.sqs import OPERATIONS
 from penstock.wire import native as wire
 from penstock.wire.sqs.messages import handle_of

@@ -20,7 +20,7 @@ import penstock
 from penstock import Message, NotAllowed
 from penstock.flight.client import FlightStore
 from penstock.server import config, running
-from penstock.server.security import add_key, remove_key
+from penstock.server.keys import add_key, remove_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable

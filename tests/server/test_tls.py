@@ -25,8 +25,8 @@ from penstock.cli.main import cli
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
 from penstock.flight.client import FlightStore
 from penstock.server import running
+from penstock.server.keys import Keys, add_key, finish_rotation, rotate_key
 from penstock.server.refusals import WINDOW_SECONDS, Refusals, id_of
-from penstock.server.security import Keys, add_key, finish_rotation, rotate_key
 from penstock.server.tls import expires_at
 
 if TYPE_CHECKING:

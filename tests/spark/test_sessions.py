@@ -21,7 +21,7 @@ import penstock
 from penstock.flight.client import FlightStore
 from penstock.flight.location import locate
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 from penstock.spark import pipeline, session
 from penstock.spark.jobs import collect, redrive
 from penstock.spark.route import AVAILABLE_NOW, route, status

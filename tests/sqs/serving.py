@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.broker.broker import Broker
-    from penstock.server.security import Keys
+    from penstock.server.keys import Keys
     from penstock.server.sqs import Observer
 
 # It reads the description of SQS once, not for each client.

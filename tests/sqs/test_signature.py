@@ -18,7 +18,7 @@ from tests.sqs.serving import client_of, serving
 from tests.sqs.test_messages import code_of
 
 from penstock.clock import SystemClock
-from penstock.server.security import Keys, add_key
+from penstock.server.keys import Keys, add_key
 from penstock.wire.sqs import signature
 from penstock.wire.sqs.protocol import SqsFault
 

@@ -12,7 +12,7 @@ from tests.sqs.serving import client_of, pause, serving
 from tests.sqs.test_messages import code_of
 
 from penstock.model import Message
-from penstock.server.security import Keys, add_key
+from penstock.server.keys import Keys, add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

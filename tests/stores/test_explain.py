@@ -11,7 +11,7 @@ from penstock import Cause, Message, State
 from penstock.clock import ManualClock
 from penstock.limits import MAX_COVERAGE_STRETCHES, MAX_PLACES
 from penstock.server import running
-from penstock.server.security import add_key
+from penstock.server.keys import add_key
 from penstock.testing.stores import OnUrl
 from penstock.testing.suite.explaining import ExplainingSuite, book
 

@@ -17,8 +17,9 @@ from penstock.cli import common
 from penstock.cli.common import duration, size
 from penstock.cli.opening import open_store
 from penstock.errors import InvalidInput
-from penstock.server import security
+from penstock.server import keys as keys_file
 from penstock.server.config import SETTINGS, configure_logs, load, parse_address
+from penstock.server.security import ACTIONS
 from penstock.worker.outcome import resolve
 from penstock.worker.stats import serve_metrics
 
@@ -230,7 +231,7 @@ def add(path: Path, key_id: str, permissions: tuple[str, ...], **settings: Any) 
     except with --sqs: signatures can't be checked without the secret itself, so whoever can read
     the file can use those keys.
     """
-    secret = security.add_key(path, key_id, list(permissions), **settings)
+    secret = keys_file.add_key(path, key_id, list(permissions), **settings)
     _show_secret(path, key_id, secret)
 
 
@@ -241,7 +242,7 @@ def _show_secret(path: Path, key_id: str, secret: str) -> None:
         return
     click.echo(f"key    {key_id}\nsecret {secret}\ntoken  {token}")
     click.echo("The secret is not shown again.", err=True)
-    if security.read_keys(path)[key_id].secret:
+    if keys_file.read_keys(path)[key_id].secret:
         click.echo(f"{path} holds the secret itself, as SQS signatures need it.", err=True)
 
 
@@ -256,10 +257,10 @@ def rotate(path: Path, key_id: str, *, finish: bool) -> None:
     The metric penstock_key_former_secret_used_timestamp_seconds says when a server last saw it.
     """
     if finish:
-        security.finish_rotation(path, key_id)
+        keys_file.finish_rotation(path, key_id)
         common.answer({"finished": key_id}, f"the former secret of {key_id} is refused from now on")
         return
-    _show_secret(path, key_id, security.rotate_key(path, key_id))
+    _show_secret(path, key_id, keys_file.rotate_key(path, key_id))
 
 
 @keys.command("list")
@@ -269,11 +270,11 @@ def list_keys(path: Path) -> None:
     """List the keys and what they may do; no secrets."""
     rows = [
         (key_id, key.permissions, bool(key.secret), len(key.secrets), key.description,
-         security.rates_of(key))
-        for key_id, key in sorted(security.read_keys(path).items())
+         keys_file.rates_of(key))
+        for key_id, key in sorted(keys_file.read_keys(path).items())
     ]  # fmt: skip
     if common.wants_json():
-        names = ("key_id", "permissions", "sqs", "secrets", "description", *security.RATES)
+        names = ("key_id", "permissions", "sqs", "secrets", "description", *keys_file.RATES)
         common.emit_json([dict(zip(names, (*row, *rates), strict=True)) for *row, rates in rows])
         return
     texts = [
@@ -297,12 +298,12 @@ def list_keys(path: Path) -> None:
 @common.json_option
 def remove(path: Path, key_id: str) -> None:
     """Take a key away; a running server refuses it within seconds."""
-    security.remove_key(path, key_id)
+    keys_file.remove_key(path, key_id)
     common.answer({"removed": key_id}, f"removed {key_id}")
 
 
 @keys.command("check")
-@click.option("--action", type=click.Choice(security.ACTIONS), help="May it do this?")
+@click.option("--action", type=click.Choice(ACTIONS), help="May it do this?")
 @click.option("--queue", default="*", show_default=True, help="On which queue?")
 @_keys_option
 @common.json_option
@@ -312,7 +313,7 @@ def check(ctx: click.Context, path: Path, action: str | None, queue: str) -> Non
 
     Ends with 1 if the token is refused, or may not do the action.
     """
-    known = security.Keys(path)
+    known = keys_file.Keys(path)
     token = "" if sys.stdin.isatty() else sys.stdin.readline().strip()
     if not token:
         common.answer({"keys": len(known)}, f"{path} is sound: {len(known)} keys")

@@ -13,8 +13,9 @@ from penstock.server.security import ANYONE, token_of
 
 if TYPE_CHECKING:
     from penstock.clock import Clock
+    from penstock.server.keys import Keys
     from penstock.server.metrics import Metrics
-    from penstock.server.security import Keys, Principal
+    from penstock.server.security import Principal
 
 
 class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]

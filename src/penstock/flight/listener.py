@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
+    from penstock.server.keys import Keys
     from penstock.server.metrics import Metrics
-    from penstock.server.security import Keys
 
 log = logging.getLogger(__name__)
 

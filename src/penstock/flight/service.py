@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
     from penstock.model import BackfillPlan
+    from penstock.server.keys import Keys
     from penstock.server.metrics import Metrics
-    from penstock.server.security import Keys, Principal
+    from penstock.server.security import Principal
     from penstock.store.snapshot import PinnedStore
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,10 @@ from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.server.audit import Actor
 from penstock.server.config import authenticates
 from penstock.server.http import Response
+from penstock.server.keys import Keys
 from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.refusals import id_of
-from penstock.server.security import ANYONE, Keys, token_of
+from penstock.server.security import ANYONE, token_of
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from penstock.errors import InvalidInput, StorageFailed
 from penstock.readers import watch_owner
 from penstock.server import config as configuring
 from penstock.server.connections import bind, raise_file_limit
-from penstock.server.security import Keys
+from penstock.server.keys import Keys
 from penstock.server.served_store import (
     Server,
     load_protocols,

@@ -33,8 +33,9 @@ from penstock.server.connections import (
     room_for_files,
 )
 from penstock.server.incremental import ServerBackups
+from penstock.server.keys import Keys
 from penstock.server.metrics import Metrics, note_backup
-from penstock.server.security import Keys, PageGuard, is_loopback
+from penstock.server.security import PageGuard, is_loopback
 from penstock.server.tls import ServerTls
 
 if TYPE_CHECKING:

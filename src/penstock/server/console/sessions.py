@@ -20,7 +20,7 @@ from penstock.server.security import ANYONE, Principal
 if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.server.http import Request
-    from penstock.server.security import Keys
+    from penstock.server.keys import Keys
 
 _TOKEN_BYTES: Final = 32
 # How long a login takes at least that fails: it also hides what was wrong with it.

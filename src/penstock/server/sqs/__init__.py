@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from penstock.clock import Clock
     from penstock.server.batcher import Batcher
     from penstock.server.http import Request
+    from penstock.server.keys import Keys
     from penstock.server.refusals import Refusals
-    from penstock.server.security import Keys
     from penstock.server.sqs.context import Answer
     from penstock.wire.sqs.protocol import SqsRequest
 

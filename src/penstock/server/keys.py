@@ -1,0 +1,401 @@
+"""The keys of a server: the file that has them, and whose a token is.
+
+A key has an id, a secret that was shown once when it was made, and permissions. Native clients,
+Flight and Cap'n Proto present ``ID:SECRET`` as a token, of which the file holds a salted hash. SQS
+clients sign with the secret instead, and checking a signature takes the secret itself: it is in
+the file only for keys that were made for SQS.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import os
+import re
+import ssl
+import stat
+import threading
+import tomllib
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import msgspec
+
+from penstock import limits
+from penstock.clock import SystemClock
+from penstock.errors import InvalidInput
+from penstock.server.rates import Rate
+from penstock.server.security import ACTIONS, Principal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+RATES: Final = ("messages_per_second", "bytes_per_second")
+_KEY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_PATTERN: Final = re.compile(r"[A-Za-z0-9._*-]{1,80}")
+# A secret has 240 random bits: the cost need not make up for a weak one, and a stranger that sends
+# wrong tokens must not keep the loop busy.
+_SCRYPT: Final = (512, 8, 1)
+_SECRET_BYTES: Final = 30
+_PRIVATE_MODES: Final = stat.S_IRWXO | stat.S_IWGRP
+
+
+class Secret(NamedTuple):
+    """A secret as the file has it: its hash, or itself if SQS needs it."""
+
+    hash: str
+    plain: str
+
+
+class Key(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A key as the file has it. ``hash`` is ``scrypt:N:R:P:SALT:DIGEST``, in base64.
+
+    While its secret is being replaced it has two: ``former_hash`` or ``former_secret`` is good too.
+    """
+
+    permissions: list[str]
+    hash: str = ""
+    secret: str = ""
+    former_hash: str = ""
+    former_secret: str = ""
+    description: str = ""
+    messages_per_second: Annotated[int, msgspec.Meta(ge=0)] = 0
+    bytes_per_second: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def secrets(self) -> list[Secret]:
+        """The secrets that are good, the newest first."""
+        former = Secret(self.former_hash, self.former_secret)
+        return [Secret(self.hash, self.secret), *([former] if any(former) else [])]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    keys: dict[str, Key] = {}
+
+
+class Keys:
+    """The keys of a file, for lookups from any thread; a file that changes is read again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._cache_key = ssl.RAND_bytes(32)
+        self._seen = _fingerprint(path)
+        self._keys: dict[str, Key] = {}
+        # Each secret has its own: connections made by one that is taken away end with it.
+        self._principals: dict[tuple[str, Secret], Principal] = {}
+        # By key: its rate, which its secrets share.
+        self._rates: dict[str, Rate] = {}
+        # By key with two secrets: the second at which the former one was last used, or 0.
+        self.former_used: dict[str, int] = {}
+        self._adopt(read_keys(path))
+
+    def _adopt(self, keys: dict[str, Key]) -> None:
+        with self._lock:
+            principals: dict[tuple[str, Secret], Principal] = {}
+            rates: dict[str, Rate] = {}
+            for key_id, key in keys.items():
+                rate = _rate_of(key, self._rates.get(key_id))
+                if rate is not None:
+                    rates[key_id] = rate
+                for number, secret in enumerate(key.secrets):
+                    found = self._principals.pop((key_id, secret), None) or Principal(key_id)
+                    found.grants = _grants(key_id, key.permissions)
+                    found.former, found.rate = number > 0, rate
+                    principals[key_id, secret] = found
+            self._rates = rates
+            two = [key_id for key_id, key in keys.items() if len(key.secrets) > 1]
+            self.former_used = {each: self.former_used.get(each, 0) for each in two}
+            for gone in self._principals.values():
+                gone.grants = ()
+            self._keys, self._principals = keys, principals
+            self._verified: OrderedDict[bytes, Principal] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def reload(self) -> bool:
+        """Read the file again; one that can't be used leaves the keys as they are."""
+        self._seen = _fingerprint(self.path)
+        try:
+            keys = read_keys(self.path)
+        except InvalidInput as error:
+            log.error("the keys stay as they were: %s", error)  # noqa: TRY400
+            return False
+        self._adopt(keys)
+        log.info("read %d keys from %s", len(keys), self.path)
+        return True
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        if _fingerprint(self.path) != self._seen:
+            self.reload()
+
+    def by_token(self, token: str) -> Principal | None:
+        """Return whose token (``ID:SECRET``) this is, or None."""
+        if len(token) > limits.MAX_TOKEN_CHARS:
+            return None
+        # Known tokens are found by a keyed digest, so that neither the map nor the time that a
+        # lookup takes says anything about them.
+        digest = hashlib.blake2b(
+            token.encode("utf-8", "surrogatepass"), key=self._cache_key, digest_size=32
+        ).digest()
+        found = self._verified.get(digest)
+        if found is not None:
+            self.note_use(found)
+            return found
+        key_id, colon, given = token.partition(":")
+        key = self._keys.get(key_id)
+        if not colon or key is None:
+            return None
+        secret = next((each for each in key.secrets if _matches(each, given)), None)
+        if secret is None:
+            return None
+        with self._lock:
+            # The file may have been read again meanwhile, and the key be gone or another.
+            principal = self._principals.get((key_id, secret))
+            if principal is not None:
+                self._verified[digest] = principal
+                if len(self._verified) > limits.MAX_VERIFIED_TOKENS:
+                    self._verified.popitem(last=False)
+        if principal is not None:
+            self.note_use(principal)
+        return principal
+
+    def note_use(self, principal: Principal) -> None:
+        """Note when a secret was used that a newer one is to replace."""
+        if principal.former and principal.key_id in self.former_used:
+            self.former_used[principal.key_id] = SystemClock().now_ms() // 1000
+
+    def secrets_of(self, key_id: str) -> list[tuple[str, Principal]]:
+        """Return the secrets of a key that was made for SQS, for checking a signature."""
+        with self._lock:
+            key = self._keys.get(key_id)
+            plain = [] if key is None else [each for each in key.secrets if each.plain]
+            return [(each.plain, self._principals[key_id, each]) for each in plain]
+
+    def keeps_no_secret(self, key_id: str) -> bool:
+        """Whether this is a key that was not made for SQS."""
+        key = self._keys.get(key_id)
+        return key is not None and not key.secret
+
+
+def _rate_of(key: Key, known: Rate | None) -> Rate | None:
+    """Return the rate that all secrets of a key share; a known one keeps what was used of it."""
+    wanted = rates_of(key)
+    if known is None or tuple(known.limits.values()) != wanted:
+        return Rate(*wanted) if any(wanted) else None
+    return known
+
+
+def rates_of(key: Key) -> tuple[int, int]:
+    """Return how fast a key may publish: messages and bytes a second, 0: no limit."""
+    return key.messages_per_second, key.bytes_per_second
+
+
+def _fingerprint(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _matches(secret: Secret, given: str) -> bool:
+    if secret.plain:
+        return hmac.compare_digest(secret.plain.encode(), given.encode("utf-8", "surrogatepass"))
+    _, n, r, p, salt, wanted = secret.hash.split(":")
+    made = _scrypt(given, base64.b64decode(salt), (int(n), int(r), int(p)))
+    return hmac.compare_digest(base64.b64decode(wanted), made)
+
+
+def _scrypt(secret: str, salt: bytes, cost: tuple[int, int, int]) -> bytes:
+    n, r, p = cost
+    encoded = secret.encode("utf-8", "surrogatepass")
+    return hashlib.scrypt(encoded, salt=salt, n=n, r=r, p=p, dklen=32)
+
+
+def _grants(key_id: str, permissions: list[str]) -> tuple[tuple[str, str], ...]:
+    grants: list[tuple[str, str]] = []
+    for text in permissions:
+        action, _, pattern = text.partition(":")
+        pattern = pattern or "*"
+        if action not in {*ACTIONS, "all"} or not _PATTERN.fullmatch(pattern):
+            raise InvalidInput(
+                f"key {key_id!r}: {text!r:.100} is not a permission such as publish:orders-*, "
+                f"consume:* or admin:*; actions are {', '.join(ACTIONS)} and all"
+            )
+        grants += [(each, pattern) for each in (ACTIONS if action == "all" else (action,))]
+    return tuple(grants)
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def read_keys(path: Path) -> dict[str, Key]:
+    """Read a keys file (TOML, or JSON if it is named so); other users must not be able to."""
+    try:
+        mode = path.stat().st_mode
+        body = path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(
+            f"the keys file {path} can't be read: {error.strerror}; "
+            f"'penstock keys add --keys {path} NAME --allow all' makes one"
+        ) from None
+    if mode & _PRIVATE_MODES:
+        raise InvalidInput(
+            f"the keys file {path} is open to others (mode {stat.S_IMODE(mode):04o}): "
+            f"chmod 600 {path}"
+        )
+    try:
+        raw: Any = (
+            msgspec.json.decode(body) if path.suffix == ".json" else tomllib.loads(body.decode())
+        )
+        keys = msgspec.convert(raw, _File).keys
+    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # The text of a parser's error may quote what it stumbled over: say where, not what.
+        where = str(error) if isinstance(error, msgspec.ValidationError) else _place(error)
+        raise InvalidInput(f"the keys file {path} can't be used: {where}") from None
+    for key_id, key in keys.items():
+        _check_key(path, key_id, key)
+    return keys
+
+
+def _place(error: Exception) -> str:
+    found = re.search(r"\(at .*\)$", str(error))
+    return f"it is not well-formed {found[0]}" if found else "it is not well-formed"
+
+
+def _check_key(path: Path, key_id: str, key: Key) -> None:
+    if not _KEY_ID.fullmatch(key_id):
+        raise InvalidInput(f"{key_id!r:.100} is not a key's id: up to 64 of A-Z a-z 0-9 _ . -")
+    _grants(key_id, key.permissions)
+    for secret in key.secrets:
+        if secret.plain:
+            continue
+        parts = secret.hash.split(":")
+        try:
+            _, n, r, p, salt, digest = parts
+            cost = int(n) * int(r) * int(p)
+            sizes = len(base64.b64decode(salt)), len(base64.b64decode(digest))
+        except (ValueError, binascii.Error):
+            cost, sizes = 0, (0, 0)
+        # Bounded, since a file with an absurd cost would stop the server at the first login.
+        if parts[0] != "scrypt" or not 0 < cost <= 1 << 17 or min(sizes) < 16:
+            raise InvalidInput(
+                f"key {key_id!r} of {path} has neither a secret nor a hash that can be used: make "
+                "it anew with 'penstock keys add'"
+            )
+
+
+def write_keys(path: Path, keys: dict[str, Key]) -> None:
+    """Replace a keys file whole, readable by its owner alone."""
+    if path.suffix == ".json":
+        body = msgspec.json.format(msgspec.json.encode(_File(keys)), indent=2)
+    else:
+        body = "\n".join(_toml(key_id, key) for key_id, key in keys.items()).encode()
+    partial = path.with_name(f".{path.name}.part")
+    try:
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(descriptor)
+        partial.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"the keys file {path} can't be written: {error.strerror}") from None
+
+
+def _toml(key_id: str, key: Key) -> str:
+    # Values are printable text, which JSON and TOML quote alike.
+    values = msgspec.to_builtins(key)
+    lines = [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in values.items()]
+    return "\n".join([f'[keys."{key_id}"]', *lines, ""])
+
+
+def add_key(
+    path: Path,
+    key_id: str,
+    permissions: list[str],
+    *,
+    sqs: bool = False,
+    description: str = "",
+    messages_per_second: int = 0,
+    bytes_per_second: int = 0,
+) -> str:
+    """Make a key and return its secret, which only SQS keys leave in the file; rate 0: no limit."""
+    keys = read_keys(path) if path.exists() else {}
+    if key_id in keys:
+        raise InvalidInput(f"there is a key {key_id!r} already: remove it first")
+    if not description.isprintable():
+        raise InvalidInput("a key's description is one line of printable text")
+    plain, secret = _new_secret(sqs=sqs)
+    key = Key(
+        permissions=permissions,
+        description=description,
+        hash=secret.hash,
+        secret=secret.plain,
+        messages_per_second=messages_per_second,
+        bytes_per_second=bytes_per_second,
+    )
+    _check_key(path, key_id, key)
+    write_keys(path, {**keys, key_id: key})
+    return plain
+
+
+def _new_secret(*, sqs: bool) -> tuple[str, Secret]:
+    """Make a secret, and what the file holds of it."""
+    secret = base64.urlsafe_b64encode(ssl.RAND_bytes(_SECRET_BYTES)).decode()
+    salt = ssl.RAND_bytes(16)
+    parts = [base64.b64encode(each).decode() for each in (salt, _scrypt(secret, salt, _SCRYPT))]
+    hashed = "" if sqs else ":".join(["scrypt", *map(str, _SCRYPT), *parts])
+    return secret, Secret(hashed, secret if sqs else "")
+
+
+def rotate_key(path: Path, key_id: str) -> str:
+    """Give a key a new secret beside the one that it has, and return it; both are good."""
+    keys = _keys_with(path, key_id)
+    key = keys[key_id]
+    if len(key.secrets) > 1:
+        raise InvalidInput(
+            f"key {key_id!r} has two secrets already: 'penstock keys rotate {key_id} --finish' "
+            "takes the former one away"
+        )
+    plain, secret = _new_secret(sqs=bool(key.secret))
+    keys[key_id] = msgspec.structs.replace(
+        key,
+        hash=secret.hash,
+        secret=secret.plain,
+        former_hash=key.hash,
+        former_secret=key.secret,
+    )
+    write_keys(path, keys)
+    return plain
+
+
+def finish_rotation(path: Path, key_id: str) -> None:
+    """Take the former secret of a key away."""
+    keys = _keys_with(path, key_id)
+    if len(keys[key_id].secrets) == 1:
+        raise InvalidInput(f"key {key_id!r} has one secret: there is none to take away")
+    keys[key_id] = msgspec.structs.replace(keys[key_id], former_hash="", former_secret="")
+    write_keys(path, keys)
+
+
+def _keys_with(path: Path, key_id: str) -> dict[str, Key]:
+    keys = read_keys(path)
+    if key_id not in keys:
+        raise InvalidInput(f"there is no key {key_id!r:.100}")
+    return keys
+
+
+def remove_key(path: Path, key_id: str) -> None:
+    """Take a key out of the file."""
+    keys = _keys_with(path, key_id)
+    write_keys(path, {name: key for name, key in keys.items() if name != key_id})
