@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import socket
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -19,11 +21,14 @@ from tests.objectstore.test_standby import (
     status_of,
 )
 from tests.ports import free_ports
+from tests.server.conftest import issue, request
 
 import penstock
 from penstock.readers import watch_owner
+from penstock.server.keys import add_key, remove_key
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
     from pathlib import Path
 
@@ -101,6 +106,72 @@ def test_a_standby_that_can_not_listen_leaves_the_owner_alone(
         wait(standby.ready)
         assert len(client.browse("q")) == 2
     assert standby.stop() == 0
+
+
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_a_signal_counts_while_the_store_is_being_lost(
+    place: str, serve: Callable[..., Served]
+) -> None:
+    (port,) = free_ports(1)
+    owner = serve("owner", port, *STANDBY)
+    wait(owner.ready)
+    with penstock.open(place):
+        wait(lambda: "no more is served" in owner.said())
+        owner.process.send_signal(signal.SIGTERM)
+        # It says so either way: as an owner that has lost its store, or as a standby.
+        assert owner.process.wait(60) in {0, 1}
+        assert "stopping" in owner.said()
+
+
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_a_standby_reads_keys_and_certificate_again(
+    place: str, serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    first = f"first:{add_key(keys, 'first', ['all'])}"
+    before, after = issue(tmp_path / "before"), issue(tmp_path / "after")
+    native, ops = free_ports(2)
+    with penstock.open(place):
+        options = ["--tls-certificate", str(before.certificate), "--tls-key", str(before.key)]
+        options += ["--keys", str(keys), "--ops-address", f"127.0.0.1:{ops}"]
+        standby = Served(place, tmp_path / "standby", native, *STANDBY, *options)
+        try:
+            wait(lambda: status_of(ops, "/health") == 200)
+            address = ("127.0.0.1", standby.http)
+
+            def status(token: str, context: ssl.SSLContext) -> int:
+                return request(address, "GET", "/metrics", token=token, tls=context).status
+
+            assert status(first, before.context()) == 200
+            # A page of another site is no operator.
+            with socket.create_connection(("127.0.0.1", ops)) as browser:
+                browser.sendall(b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+                assert browser.recv(100).startswith(b"HTTP/1.1 403")
+            second = f"second:{add_key(keys, 'second', ['all'])}"
+            remove_key(keys, "first")
+            wait(lambda: status(second, before.context()) == 200)
+            assert status(first, before.context()) == 401
+            shutil.copy(after.certificate, before.certificate)
+            shutil.copy(after.key, before.key)
+            standby.process.send_signal(signal.SIGHUP)
+            wait(lambda: "read the certificate" in standby.said())
+            assert status(second, after.context()) == 200
+            assert standby.stop() == 0
+        finally:
+            standby.close()
+
+
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+def test_a_standby_with_bad_settings_takes_nothing(place: str, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    audit = str(tmp_path / "nowhere" / "audit")
+    standby = Served(place, tmp_path / "standby", port, *STANDBY, "--audit-path", audit)
+    try:
+        assert standby.process.wait(60) == 1
+        assert f"the audit log {audit} can't be written" in standby.said()
+        assert not (tmp_path / "store").exists()
+    finally:
+        standby.close()
 
 
 def test_a_store_is_closed_until_somebody_opens_it(place: str) -> None:

@@ -282,9 +282,12 @@ def test_of_two_standbys_one_takes_over(serve: Callable[..., Served]) -> None:
 
 def silent(pulse: OwnerHeartbeat, after_ms: int, give_up_s: float) -> bool:
     async def wait_for_it() -> bool:
-        told = Stop()
+        told = Stop(asyncio.get_running_loop())
         asyncio.get_running_loop().call_later(give_up_s, told.begun.set)
-        return bool(await until_free(pulse, after_ms, CLOCK, told))
+        try:
+            return bool(await until_free(pulse, after_ms, CLOCK, told))
+        finally:
+            told.close()
 
     return asyncio.run(wait_for_it())
 

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
+from penstock.server.access import Access
 from penstock.server.audit import Actor
-from penstock.server.config import authenticates
 from penstock.server.http import Response
-from penstock.server.keys import Keys
 from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.refusals import id_of
 from penstock.server.security import ANYONE, token_of
@@ -58,7 +56,7 @@ def routes(server: Server) -> dict[tuple[str, str], Handler]:
 def ops_routes(server: Server) -> dict[tuple[str, str], Handler]:
     """Return the handlers of pages that need no key, for the listener for operations."""
     found: dict[tuple[str, str], Handler] = {
-        ("GET", "/health"): lambda _: Response(body=b"alive\n"),
+        ("GET", "/health"): _alive,
         ("GET", "/ready"): server.pages.ready,
     }
     if server.config.metrics_enabled:
@@ -66,30 +64,29 @@ def ops_routes(server: Server) -> dict[tuple[str, str], Handler]:
     return found
 
 
-def standby_routes(config: Config, *, keyless: bool) -> dict[tuple[str, str], Handler]:
-    """Return the handlers of a process that stands by: it has figures of its own, and no store."""
-    server = _Standby(config)
-    pages = Pages(cast("Server", server))
-    found: dict[tuple[str, str], Handler] = {
-        ("GET", "/health"): lambda _: Response(body=b"alive\n"),
-    }
-    if config.metrics_enabled:
-        found["GET", "/metrics"] = (
-            pages.own_metrics
-            if keyless
-            else partial(pages.check, ("consume", "admin"), pages.own_metrics)
-        )
-    return found
+def _alive(_: Request) -> Response:
+    return Response(body=b"alive\n")
 
 
-class _Standby:
-    """The parts of a server that pages of a standby need."""
+class Standby(Access):
+    """A process that stands by, as far as its pages need it: it has no store."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.clock = SystemClock()
-        self.keys = Keys(Path(config.auth_keys)) if authenticates(config) else None
         self.metrics = Metrics()
         self.metrics.role = "standby"
+        self._has_metrics = config.metrics_enabled
+        self._pages = Pages(cast("Server", self))
+
+    def routes(self, *, keyless: bool) -> dict[tuple[str, str], Handler]:
+        """Return the handlers of a listener; without ``keyless``, /metrics wants a key."""
+        found: dict[tuple[str, str], Handler] = {("GET", "/health"): _alive}
+        if self._has_metrics:
+            page = self._pages.own_metrics
+            checked = partial(self._pages.check, ("consume", "admin"), page)
+            found["GET", "/metrics"] = page if keyless else checked
+        return found
 
 
 class Pages:

@@ -376,6 +376,10 @@ def authenticates(config: Config) -> bool:
     if config.auth_mode == "off":
         return False
     if config.auth_keys:
+        if config.listen_capnp != OFF:
+            raise InvalidInput(
+                "Queueber's clients know no login: set listen.capnp to off, or auth.mode to off"
+            )
         return True
     no_keys = (
         "and there are no keys: make one with 'penstock keys add NAME --keys FILE --allow all' and "

@@ -25,16 +25,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.readers import watch_owner
-from penstock.server import config as configuring
+from penstock.server.access import Access
+from penstock.server.audit import AuditLog
 from penstock.server.connections import bind, raise_file_limit
-from penstock.server.keys import Keys
 from penstock.server.served_store import (
     Server,
     load_protocols,
     new_loop,
     open_broker,
 )
-from penstock.server.tls import ServerTls
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
@@ -59,23 +58,37 @@ _STANDBY_LISTENERS: Final = ("http", "ops")
 
 
 class _Taken(NamedTuple):
-    """A store that this process has opened; a standby has bound sockets and watches signals."""
+    """A store that this process has opened, and the sockets that a standby has bound."""
 
     broker: Broker
     bound: dict[str, list[socket.socket]]
-    told: Stop | None = None
+    told: Stop
 
 
 class Stop:
-    """The signals that end the process: the first one in order, a second one at once."""
+    """The signals that end the process: the first one in order, a second one at once.
 
-    def __init__(self) -> None:
+    Handlers of a loop would not do: uvloop drops signals that come while it does not run.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.begun, self.at_once = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number)
+        self._loop = loop
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._before = {each: signal.signal(each, self._signalled) for each in numbers}
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def close(self) -> None:
+        """Handle the signals as before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _signalled(self, number: int, _: object) -> None:
+        if self.begun.is_set() and not self._loop.is_running():
+            # The store is being closed, and may not answer.
+            os._exit(1)
+        self._loop.call_soon_threadsafe(self._tell, signal.Signals(number))
+
+    def _tell(self, number: signal.Signals) -> None:
         if self.begun.is_set():
             self.at_once.set()
             return
@@ -99,24 +112,22 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
     # Before the store is opened, which takes its share of it.
     raise_file_limit()
     loop = new_loop()
+    told: Stop | None = None
     try:
-        again = False
-        while (taken := _take(loop, config, say, again=again)) is not None:
-            told_to_stop = False
+        while (taken := _take(loop, config, say, told)) is not None:
+            told = taken.told
             try:
                 try:
                     asyncio.set_event_loop(loop)
                     server = Server(taken.broker, config)
                     in_order = loop.run_until_complete(_serve(server, say, taken))
-                    told_to_stop = True
                 finally:
                     _close_sockets(taken.bound)
                     _close(taken.broker)
             except StorageFailed:
                 _write_ports(config, None)
-                if told_to_stop or not config.standby:
+                if told.begun.is_set() or not config.standby:
                     raise
-                again = True
                 continue
             _write_ports(config, None)
             if not in_order:
@@ -126,6 +137,8 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
             break
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:
+        if told is not None:
+            told.close()
         asyncio.set_event_loop(None)
         loop.close()
     log.info("stopped")
@@ -133,18 +146,22 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
 
 
 def _take(
-    loop: asyncio.AbstractEventLoop, config: Config, say: Callable[[str], None], *, again: bool
+    loop: asyncio.AbstractEventLoop, config: Config, say: Callable[[str], None], told: Stop | None
 ) -> _Taken | None:
-    """Open the store; a standby waits until it is free, and returns None if a signal stops it."""
+    """Open the store; a standby waits until it is free, and returns None if a signal stops it.
+
+    ``told``: this process owned the store before, and lost it.
+    """
     # Bad settings are refused before a store is made or taken from another.
-    if configuring.authenticates(config):
-        Keys(Path(config.auth_keys))
-    tls = ServerTls(config)
+    load_protocols(config)
+    Access(config)
+    if config.audit_path:
+        AuditLog(config.audit_path, SystemClock()).close()
     if not config.standby:
         _close_sockets(_bind(config, config.addresses()))
-        return _Taken(open_broker(config), {})
+        return _Taken(open_broker(config), {}, Stop(loop))
     asyncio.set_event_loop(loop)
-    return loop.run_until_complete(_stand_by(config, say, tls, again=again))
+    return loop.run_until_complete(_stand_by(config, say, told))
 
 
 def _bind(config: Config, names: Iterable[str]) -> dict[str, list[socket.socket]]:
@@ -198,7 +215,7 @@ def _settle_in() -> None:
 async def _serve(server: Server, say: Callable[[str], None], taken: _Taken) -> bool:
     """Return whether it ended in order, with everything answered; raise if the store is lost."""
     loop = asyncio.get_running_loop()
-    told = taken.told or Stop()
+    told = taken.told
     loop.add_signal_handler(signal.SIGHUP, server.reload)
     await server.start(taken.bound)
     places = ", ".join(map(server.location, server.addresses))
@@ -319,22 +336,15 @@ class Silence:
         return self.ms
 
 
-async def _stand_by(
-    config: Config, say: Callable[[str], None], tls: ServerTls, *, again: bool
-) -> _Taken | None:
-    """Wait until the store is free, and take it; None if a signal said to stop before.
-
-    ``again``: this process owned the store before, and lost it. It may be out of reach for now.
-    """
-    # Now, so that a standby fails at its start if one is missing.
-    load_protocols(config)
+async def _stand_by(config: Config, say: Callable[[str], None], told: Stop | None) -> _Taken | None:
+    """Wait until the store is free, and take it; None if a signal said to stop before."""
+    # A store that this process has lost may be out of reach for now.
+    check = told is None
     pulse = await asyncio.to_thread(
-        lambda: watch_owner(config.store, routing=config.routing or None, check=not again)
+        lambda: watch_owner(config.store, routing=config.routing or None, check=check)
     )
-    told = Stop()
-    # There are no keys in use yet that could be read again.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)
-    async with _standby_pages(config, tls) as http:
+    told = told or Stop(asyncio.get_running_loop())
+    async with _standby_pages(config) as http:
         say(f"standing by for {config.store}")
         while (why := await until_free(pulse, config.standby_after, SystemClock(), told)) != "":
             log.warning("%s %s: taking over", config.store, why)
@@ -343,6 +353,7 @@ async def _stand_by(
             except (InvalidInput, StorageFailed) as error:
                 log.error("the store can't be taken over now: %s", error)  # noqa: TRY400
             await told.within(config.standby_after / 1000)
+    told.close()
     return None
 
 
@@ -387,26 +398,25 @@ async def _look(how: Callable[[], int]) -> int | None:
 
 
 @asynccontextmanager
-async def _standby_pages(
-    config: Config, tls: ServerTls
-) -> AsyncIterator[dict[str, list[socket.socket]]]:
+async def _standby_pages(config: Config) -> AsyncIterator[dict[str, list[socket.socket]]]:
     """Answer /health, /ready and /metrics where there will be pages; give the sockets, by name."""
-    names = [name for name in config.addresses() if name in _STANDBY_LISTENERS]
-    if not names:
-        yield {}
-        return
-    from penstock.server.admin import standby_routes  # noqa: PLC0415 - needs an extra
+    from penstock.server.admin import Standby  # noqa: PLC0415 - needs an extra
     from penstock.server.http import Http, Response  # noqa: PLC0415
 
-    bound = _bind(config, names)
+    loop, standby = asyncio.get_running_loop(), Standby(config)
+    loop.add_signal_handler(signal.SIGHUP, standby.reload)
+    hosts = {name: host for name, (host, _) in config.addresses().items()}
+    bound = _bind(config, [name for name in hosts if name in _STANDBY_LISTENERS])
     async with AsyncExitStack() as stack:
-        for name in names:
-            http = Http(
-                standby_routes(config, keyless=name == "ops"),
+        stack.callback(loop.create_task(standby.watch_keys()).cancel)
+        for name, sockets in bound.items():
+            http = standby.listeners[name] = Http(
+                standby.routes(keyless=name == "ops"),
                 lambda _: Response(503, b"standing by\n"),
-                tls=tls.context(name),
+                tls=standby.tls.context(name),
+                guard=standby.guard(name, hosts[name]),
             )
-            http.take(bound[name])
+            http.take(sockets)
             await http.start()
             stack.push_async_callback(http.stop, 1_000)
         yield bound

@@ -21,6 +21,7 @@ from penstock.clock import SystemClock, loop_seconds
 from penstock.errors import InvalidInput, PenstockError, did_you_mean, needs_extra
 from penstock.readers import note_server
 from penstock.server import config as configuring
+from penstock.server.access import Access
 from penstock.server.audit import Actor, AuditLog
 from penstock.server.batcher import Batcher
 from penstock.server.config import LISTENERS, OFF, Config, tls_files
@@ -33,10 +34,8 @@ from penstock.server.connections import (
     room_for_files,
 )
 from penstock.server.incremental import ServerBackups
-from penstock.server.keys import Keys
 from penstock.server.metrics import Metrics, note_backup
-from penstock.server.security import PageGuard, is_loopback
-from penstock.server.tls import ServerTls
+from penstock.server.security import is_loopback
 
 if TYPE_CHECKING:
     import socket
@@ -57,15 +56,14 @@ _OPS_GRACE_MS: Final = 1_000
 _CONNECTIONS_PER_SECOND: Final = 20_000
 
 
-class Server:
+class Server(Access):
     """A store that is being served. Its methods are called on the loop's thread."""
 
     def __init__(self, broker: Broker, config: Config, *, clock: Clock | None = None) -> None:
+        super().__init__(config)
         self.broker = broker
         self.config = config
         self.clock = clock or SystemClock()
-        self.keys = Keys(Path(config.auth_keys)) if configuring.authenticates(config) else None
-        self.tls = ServerTls(config)
         self.audit = AuditLog(config.audit_path, self.clock) if config.audit_path else None
         self.metrics = Metrics(
             queues=config.metrics_queues,
@@ -80,7 +78,6 @@ class Server:
         self.console: Console | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
         self.closing: list[Callable[[], None]] = []
-        self._listeners: dict[str, Listener] = {}
         self._watches: list[asyncio.Task[None]] = []
         self._listening = False
         self._draining = False
@@ -111,7 +108,7 @@ class Server:
                 listener = _KINDS[name].make(self, host, port)
                 listener.take((bound or {}).get(name, []))
                 await listener.start()
-                self._listeners[name] = listener
+                self.listeners[name] = listener
                 self.addresses[name] = listener.address[:2]
                 log.info("listening at %s", self.location(name))
         except BaseException:
@@ -121,7 +118,7 @@ class Server:
             note_server(self.config.store, self.location("native"))
         self._warn()
         self._make_room()
-        watched = (self._watch_keys, self._watch_loop, self._report)
+        watched = (self.watch_keys, self._watch_loop, self._report)
         self._watches = [loop.create_task(each()) for each in watched]
         if "flight" in self.addresses:
             self._watches.append(loop.create_task(self._watch_flight(self.addresses["flight"][1])))
@@ -142,7 +139,7 @@ class Server:
     def gauges(self) -> Iterator[Gauge]:
         """Give the gauges of connections and claims; any thread may ask."""
         # gRPC keeps the connections of Flight to itself.
-        listeners = self._listeners.items()
+        listeners = list(self.listeners.items())
         count = {name: len(each.connections) for name, each in listeners if name != "flight"}
         yield "connections", "Open connections.", count, "protocol"
         yield "connections_max", "Most connections at a time.", self.connections.most
@@ -199,23 +196,6 @@ class Server:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def reload(self) -> None:
-        """Read keys and certificate again; a file that can't be used changes nothing."""
-        if self.keys is not None:
-            self.keys.reload()
-        if self.tls.reload():
-            for name, listener in self._listeners.items():
-                listener.tls = self.tls.context(name)
-            if "flight" in self._listeners:
-                log.warning(
-                    "Flight keeps the certificate that it has until the server is restarted"
-                )
-
-    async def _watch_keys(self) -> None:
-        while self.keys is not None:
-            await asyncio.sleep(_WATCH_SECONDS)
-            self.keys.refresh()
-
     async def _watch_loop(self) -> None:
         while True:
             due = loop_seconds() + _LAG_SECONDS
@@ -258,10 +238,10 @@ class Server:
         for watch in self._watches:
             watch.cancel()
         # Probes are answered to the end: alive, and not ready.
-        ops = self._listeners.pop("ops", None)
-        stops = [listener.stop(grace_ms) for listener in self._listeners.values()]
+        ops = self.listeners.pop("ops", None)
+        stops = [listener.stop(grace_ms) for listener in self.listeners.values()]
         for name, outcome in zip(
-            self._listeners, await asyncio.gather(*stops, return_exceptions=True), strict=True
+            self.listeners, await asyncio.gather(*stops, return_exceptions=True), strict=True
         ):
             if isinstance(outcome, BaseException):
                 log.error("the %s listener did not stop", name, exc_info=outcome)
@@ -322,7 +302,7 @@ def _http(server: Server, host: str, port: int) -> Listener:
         tls=server.tls.context("http"),
         bounds=bounds,
         slots=server.connections,
-        guard=PageGuard(host, config.sqs_url) if server.keys is None else None,
+        guard=server.guard("http", host),
         tree=None if console is None else (console.prefix, console.handle),
     )
 
@@ -347,7 +327,7 @@ def _console(server: Server, host: str, port: int) -> Listener:
         port=port,
         tls=server.tls.context("console"),
         slots=server.connections,
-        guard=PageGuard(host, server.config.sqs_url) if server.keys is None else None,
+        guard=server.guard("console", host),
         tree=(console.prefix, console.handle),
     )
 
@@ -364,7 +344,7 @@ def _ops(server: Server, host: str, port: int) -> Listener:
         host=host,
         port=port,
         slots=slots,
-        guard=PageGuard(host),
+        guard=server.guard("ops", host),
     )
 
 
@@ -399,10 +379,6 @@ class _FlightService(Listener):
 
 
 def _capnp(server: Server, host: str, port: int) -> Listener:
-    if server.keys is not None:
-        raise InvalidInput(
-            "Queueber's clients know no login: set listen.capnp to off, or auth.mode to off"
-        )
     from penstock.server.queueber import QueueberListener  # noqa: PLC0415 - needs an extra
 
     return QueueberListener(
@@ -443,6 +419,8 @@ def load_protocols(config: Config) -> None:
         with needs_extra(_KINDS[name].extra, f"serving {name}"):
             for module in _KINDS[name].modules:
                 importlib.import_module(module)
+    if config.tracing:
+        importlib.import_module("penstock.server.tracing")
 
 
 # --- running it ---------------------------------------------------------------------------------
