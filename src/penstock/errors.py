@@ -184,8 +184,9 @@ class NotAllowed(PenstockError):
 class LimitReached(PenstockError):
     """A queue is full, or a key publishes too fast; the message names the limit.
 
-    Nothing was changed. The message of a key that is too fast says when to try again, in
-    milliseconds; so does ``retry_after_ms`` at the server. A client has the message alone.
+    Nothing of the publish was stored; a verb that goes in steps may have done some of them. The
+    message of a key that is too fast says when to try again, in milliseconds; so does
+    ``retry_after_ms`` at the server. A client has the message alone.
     """
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:

@@ -364,9 +364,11 @@ class Broker(ServedBroker):
         """
         ids = None if message_ids is None else check_ids(list(message_ids))
         chosen = None if where is None else _predicate(where)
-        self.queue(queue)
+        # Messages that fail meanwhile, be it again, must not keep this going for ever.
+        depth = self.stats(queue).failed if ids is None else len(ids)
         parts: list[list[int] | None] = [None]
         if ids is not None:
+            self.queue(queue)
             parts = [*_steps(ids)]
 
         def step(part: list[int] | None, after: bytes, now_ms: int) -> tuple[int, bytes | None]:
@@ -377,7 +379,7 @@ class Broker(ServedBroker):
         redriven = 0
         for part in parts:
             after: bytes | None = b""
-            while after is not None:
+            while after is not None and redriven < depth:
                 one, after = self._runner.apply_step(partial(step, part, after))
                 redriven += one
         return redriven

@@ -42,7 +42,9 @@ def check_room(
         hint = "consume or purge messages, raise the limit, or set overflow to 'drop_oldest'"
         if more > limit:
             hint = f"so many at once never fit: send fewer, or raise the limit; {hint}"
-        raise LimitReached(f"queue {spec.name!r} is full: {why}. Nothing was changed; {hint}")
+        # A verb that goes in steps may have brought others in before.
+        came = f"None of these {messages} messages came in"
+        raise LimitReached(f"queue {spec.name!r} is full: {why}. {came}; {hint}")
 
 
 def is_over(spec: QueueSpec, live: int, live_bytes: int) -> bool:

@@ -125,8 +125,8 @@ class SqlLoader:
         self._run("load_messages", **columns(stored, "message_ids", "metadata", "payloads"))
         count = len(page.messages)
         if page.table == "active":
-            self._load_items(queue, page.messages, at_ms)
-            self._store.add_counts(queue.number, at_ms, live=count)
+            size = self._load_items(queue, page.messages, at_ms)
+            self._store.add_counts(queue.number, at_ms, live=count, live_bytes=size)
         else:
             failed = page.table == "failed"
             self._load_ended(queue, page.messages, failed=failed)
@@ -144,7 +144,8 @@ class SqlLoader:
             told = columns(rows, *names, "reasons")
             self._run("load_attempts", queue=queue.number, **told)
 
-    def _load_items(self, queue: SqlQueue, messages: Sequence[CopiedMessage], at_ms: int) -> None:
+    def _load_items(self, queue: SqlQueue, messages: Sequence[CopiedMessage], at_ms: int) -> int:
+        """Write live messages; return the bytes of their payloads."""
         items = Items()
         heads = decode_heads([each.metadata for each in messages])
         for each, head in zip(messages, heads, strict=True):
@@ -156,6 +157,7 @@ class SqlLoader:
         if tried:
             told = columns(tried, "message_ids", "forgiven")
             self._run("load_forgiven", queue=queue.number, **told)
+        return items.sizes[queue]
 
     def _load_ended(
         self, queue: SqlQueue, messages: Sequence[CopiedMessage], *, failed: bool

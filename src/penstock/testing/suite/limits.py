@@ -234,6 +234,15 @@ class LimitSuite(Suite):
         assert self.depth() == (1, 0, 0, 0, 1)
         assert self.taken() == [b"2"]
 
+    def test_a_redrive_ends_although_its_messages_are_dropped_again(self) -> None:
+        broker = self.dropping(max_messages=1)
+        for _ in range(3):
+            self.put(*[b"x"] * 1_000)
+        # By steps, and what one has redriven fails before the next.
+        assert 2_999 <= broker.redrive("q") <= 3_999
+        broker.sweep()
+        assert self.depth() == (1, 0, 0, 0, 2_999)
+
     def test_dropped_messages_go_to_the_dead_letter_queue(self) -> None:
         broker = self.start(queue="dead", max_messages=1)
         broker.create_queue("q", max_messages=1, overflow="drop_oldest", dead_letter="dead")
