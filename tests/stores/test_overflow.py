@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.damaging import compact, files_of, flip
+from tests.stores.failing import make_engine, open_on
 
 import penstock
 from penstock import ManualClock, Message
+from penstock.errors import StorageFailed, StoreDamaged
 from penstock.salvage import salvage
 from penstock.store.check_report import Kind
 from penstock.store.kv.store import KvStore
 from penstock.testing.checking import assert_clean
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +53,39 @@ def test_a_store_that_ended_before_it_dropped_drops_when_it_is_opened(
         assert broker.stats("q").available == 2
         assert store_of(broker).soonest_ms() != 0
         assert_clean(broker)
+
+
+@pytest.mark.parametrize("design", ["indexed", "buckets"])
+def test_a_publish_whose_excess_can_not_be_dropped_has_been_made(
+    design: str, tmp_path: Path
+) -> None:
+    engine = make_engine("rocksdb", design, tmp_path / "store")
+    with open_on(engine, design, ManualClock()) as broker:
+        broker.create_queue("q", **DROPS)
+        # The first commit is the publish's, the second drops.
+        engine.arm(2, StorageFailed("no"), only_commits=True)
+        assert len(broker.publish(messages(3))) == 3
+        assert engine.left is None
+        assert broker.sweep().failed == 1
+        assert_clean(broker)
+
+
+def test_damage_of_a_queue_that_drops_is_not_its_neighbours(url: str, tmp_path: Path) -> None:
+    path, design = tmp_path / "store", url.partition("=")[2]
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q")
+        broker.create_queue("other", **DROPS)
+        broker.publish([Message(b"x" * 50, {"queue": "q"}) for _ in range(300)])
+    compact(path, DESIGNS[design])
+    for file in files_of(path)["available" if design == "indexed" else "buckets"]:
+        flip(file, 0, file.stat().st_size // 2)
+    with penstock.open(url, background=False) as broker:
+        broker.update_queue("q", **DROPS)
+        for number in range(4):
+            broker.publish([Message(b"%d" % number, {"queue": name}) for name in ("q", "other")])
+        with pytest.raises(StoreDamaged):
+            broker.sweep()
+        assert [each.payload for each in broker.claim("other", limit=9)] == [b"2", b"3"]
 
 
 def test_a_refused_publish_leaves_memory_alone(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

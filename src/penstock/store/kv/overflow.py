@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from penstock.errors import StoreDamaged
 from penstock.model import State
 from penstock.store import room
 from penstock.store.codec.metadata import decode_heads
@@ -60,7 +61,12 @@ class OverflowVerbs(Core):
         dropped = 0
         while dropped < budget and self.overfull:
             queue = self.by_number[next(iter(self.overfull))]
-            items = self._excess(queue, min(DROP_MESSAGES, budget - dropped))
+            try:
+                items = self._excess(queue, min(DROP_MESSAGES, budget - dropped))
+            except StoreDamaged as error:
+                # Other queues do not wait for it, and a sweep tells of it.
+                self.active.damage[queue.number] = error.anew()
+                items = []
             if not items:
                 # What is left is in flight, or can't be read.
                 self.overfull.discard(queue.number)

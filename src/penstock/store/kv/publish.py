@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from penstock.errors import PenstockError
 from penstock.packing import metadata_head
 from penstock.store.codec.metadata import decode_heads
 from penstock.store.codec.opendata import PAYLOAD
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from penstock.engines import Batch
     from penstock.packing import Envelope, PackedMessage
     from penstock.store.kv.queues import Queue
+
+log = logging.getLogger(__name__)
 
 _log_row: Final = attrgetter("message_id", "metadata")
 
@@ -107,7 +111,11 @@ class PublishVerbs(OverflowVerbs):
         if life.level:
             log_publish([item.message_id for item in placed], taken)
         if self.overfull:
-            self.drop_excess(now_ms, max(DROP_MESSAGES, len(messages)))
+            try:
+                self.drop_excess(now_ms, max(DROP_MESSAGES, len(messages)))
+            except PenstockError as error:
+                # The messages are stored; a sweep drops what is too much, and tells of this.
+                log.warning("queues are over their limits after a publish: %s", error)
         return ids
 
     def place(
