@@ -128,7 +128,7 @@ def show(broker: Broker, *, copied_at_ms: int | None = None) -> dict[str, Any]:
             stats["delayed"] += stats["in_flight"]
             stats["lease_expired_total"] += stats.pop("in_flight")
             stats["in_flight"] = 0
-        for unlike in ("oldest_age_ms", "groups_ready"):
+        for unlike in ("oldest_age_ms", "oldest_in_flight_ms", "groups_ready"):
             stats.pop(unlike)
         shown[name] = (info, stats, sorted(rows, key=lambda row: row[0].message_id))
     return shown

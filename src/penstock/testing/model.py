@@ -92,6 +92,17 @@ class ModelQueue:
         line = sorted((c for c in mine if c.state in WAITING), key=lambda c: c.message_id)
         return list(takewhile(lambda c: c.state is State.AVAILABLE, line))
 
+    def since_ms(self) -> int | None:
+        """Return since when the message can be claimed that can be for longest.
+
+        Of a FIFO queue the first messages of its groups count, also while others are in flight.
+        """
+        firsts = self.in_state(*WAITING)
+        if self.fifo:
+            firsts = list({copy.group: copy for copy in reversed(firsts)}.values())
+        times = [copy.visible_at_ms for copy in firsts if copy.state is State.AVAILABLE]
+        return min(times, default=None)
+
     def groups(self) -> list[str]:
         """Return the groups that something can be claimed of."""
         names = {copy.group for copy in self.copies.values()}
@@ -429,10 +440,10 @@ class Model:
         """Compare a queue's stats, all but the number of ready groups, which may be too high."""
         self.catch_up()
         queue = self.queues[stats.queue]
-        waiting = [copy.published_at_ms for copy in queue.in_state(*WAITING)]
+        since_ms = queue.since_ms()
         expected: dict[str, Any] = {state.value: len(queue.in_state(state)) for state in State}
         expected |= queue.totals
-        expected["oldest_age_ms"] = self.now_ms - min(waiting) if waiting else None
+        expected["oldest_age_ms"] = None if since_ms is None else self.now_ms - since_ms
         actual = {name: getattr(stats, name) for name in expected}
         assert actual == expected, f"stats {actual}, expected {expected}"
         assert stats.groups_ready >= len(queue.groups())
