@@ -18,11 +18,7 @@ from penstock.histogram import Histogram
 from penstock.model import QueueStats
 
 with needs_extra("server", "the server"):
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
+    from prometheus_client import core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -104,14 +100,14 @@ class QueueSeries:
             except StoreDamaged:
                 unreadable.add(spec.name)
         count = len(counted) + len(unreadable)
-        yield GaugeMetricFamily("penstock_queues", "Queues of the store.", count)
+        yield core.GaugeMetricFamily("penstock_queues", "Queues of the store.", count)
         about = "Queues whose figures can't be read."
-        yield GaugeMetricFamily("penstock_queues_unreadable", about, len(unreadable))
+        yield core.GaugeMetricFamily("penstock_queues_unreadable", about, len(unreadable))
         yield from _families(self._choose(counted, unreadable))
 
     def waits(self) -> Metric:
         """Give the histograms of waits."""
-        family = HistogramMetricFamily(
+        family = core.HistogramMetricFamily(
             "penstock_queue_wait_seconds",
             "How long a message could have been claimed before it was: the first of each claim.",
             labels=["queue"],
@@ -177,18 +173,18 @@ def _depth(stats: QueueStats) -> tuple[int, str]:
 
 def _families(shown: list[QueueStats]) -> Iterator[Metric]:
     about = "Messages in a queue by state."
-    depth = GaugeMetricFamily("penstock_queue_depth", about, labels=["queue", "state"])
+    depth = core.GaugeMetricFamily("penstock_queue_depth", about, labels=["queue", "state"])
     for stats in shown:
         for state in STATES:
             depth.add_metric([stats.queue, state], getattr(stats, state))
     yield depth
     for field, (name, about) in AGES.items():
-        ages = GaugeMetricFamily(f"penstock_queue_{name}", about, labels=["queue"])
+        ages = core.GaugeMetricFamily(f"penstock_queue_{name}", about, labels=["queue"])
         for stats in shown:
             ages.add_metric([stats.queue], (getattr(stats, field) or 0) / 1000)
         yield ages
     for field, about in TOTALS.items():
-        totals = CounterMetricFamily(f"penstock_queue_{field}", about, labels=["queue"])
+        totals = core.CounterMetricFamily(f"penstock_queue_{field}", about, labels=["queue"])
         for stats in shown:
             totals.add_metric([stats.queue], getattr(stats, field))
         yield totals
