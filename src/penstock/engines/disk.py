@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MEASURE_EVERY_S: Final = 1.0
+_MEASURE_EVERY_S: Final = 0.1
 # A payload is written to the log and to a file of rows; a message has some rows beside it.
 _TIMES_WRITTEN: Final = 2
 _AMPLE: Final = 1.25
@@ -41,7 +41,7 @@ def sync_path(path: Path) -> None:
 
 
 class FreeSpace:
-    """The free bytes of a directory's file system, measured once a second at the most."""
+    """The free bytes of a directory's file system, measured ten times a second at the most."""
 
     def __init__(
         self, path: Path, unflushed_bytes: Callable[[], int], min_free_bytes: int | None
