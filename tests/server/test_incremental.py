@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 import penstock
-from penstock import InvalidInput, Message, StorageFailed
+from penstock import BrokerClosed, InvalidInput, Message, StorageFailed
 from penstock.cli.main import cli as main
 from penstock.engines.places import Directory
-from penstock.server import incremental
+from penstock.server import incremental, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -258,13 +259,44 @@ def test_a_server_makes_them_in_its_directory(serve: Callable[..., Any], tmp_pat
     run("restore", place / "plain", "--to", tmp_path / "r2")
     assert [waiting(f"rocksdb:{tmp_path}/{each}") for each in ("r1", "r2")] == [100, 100]
     newest = max(each["made_at_ms"] for each in run("backup", "list", place))
-    for directory, least in ((place, newest / 1000), (tmp_path / "none", 0)):
-        noted: list[float] = []
+    for directory, least in ((place, newest), (tmp_path / "none", 0)):
         backups = incremental.ServerBackups(url, str(directory))
-        backups.when_made = noted.append
-        backups.note_last()
-        assert noted[0] >= least
-        assert bool(noted[0]) == bool(least)
+        backups.look()
+        assert backups.last_ms is not None
+        assert backups.last_ms >= least
+        assert bool(backups.last_ms) == bool(least)
+
+
+def test_a_server_that_stops_breaks_its_backup_off(tmp_path: Path) -> None:
+    url, directory = f"rocksdb:{tmp_path}/db", tmp_path / "place"
+    with running(url, native="127.0.0.1:0", backup_directory=directory) as server:
+        backups = server.batcher.backups
+        assert backups.make(server.broker, "whole", incremental=True)[0] == "whole"
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+        publish(broker, 0, 10)
+        with pytest.raises(BrokerClosed, match="the backup was broken off"):
+            backups.make(broker, "late", incremental=True)
+        assert not list((tmp_path / "db").glob("PENSTOCK-BACKUP*"))
+    assert not list(directory.glob("working/*"))
+    assert [each["name"] for each in run("backup", "list", directory)] == ["whole"]
+
+
+def test_a_place_that_does_not_answer_keeps_no_server_from_starting(
+    monkeypatch: pytest.MonkeyPatch, ask: Any
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        variables = {"ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+                     "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x", "REGION": "us-east-1",
+                     "ALLOW_HTTP": "true"}  # fmt: skip
+        for name, value in variables.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        with running("memory:", http="127.0.0.1:0", backup_directory="s3://backups/x") as server:
+            address = server.addresses["http"]
+            assert ask(address, "GET", "/ready").status == 200
+            # It has not been seen yet whether there are any.
+            assert b"penstock_last_backup" not in ask(address, "GET", "/metrics").body
+            silent.close()
 
 
 def test_a_kill_leaves_no_half_backup(

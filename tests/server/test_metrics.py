@@ -242,7 +242,7 @@ def test_a_server_process(serve: Callable[..., Any], wait_until: Any, tmp_path: 
         body: bytes = server.ask("GET", "/metrics").body
         return body
 
-    assert at(page(), "penstock_last_backup_timestamp_seconds") == 0
+    wait_until(lambda: b"penstock_last_backup_timestamp_seconds 0.0" in page())
     with penstock.connect(url) as client:
         client.create_queue("q")
         clock, begin = SystemClock(), SystemClock().seconds()
@@ -284,7 +284,7 @@ def test_a_server_process(serve: Callable[..., Any], wait_until: Any, tmp_path: 
     server.stop()
     # One that is started again knows the backup by its directory.
     server = serve("--backup-directory", str(backups))
-    assert at(page(), "penstock_last_backup_timestamp_seconds") > 1e9
+    wait_until(lambda: b"penstock_last_backup_timestamp_seconds 1." in page())
 
 
 def assert_conventions(text: str) -> None:

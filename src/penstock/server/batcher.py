@@ -304,6 +304,7 @@ class Batcher:
     async def close(self) -> None:
         """Wait for the requests under way. The broker stays open."""
         self.end_waits()
+        self.backups.stop()
         while self._gathered or self._under_way or any(kind.gathered for kind in self._kinds):
             await asyncio.sleep(0.001)
         # On a thread: it takes the broker's lock, which a slow store may hold.

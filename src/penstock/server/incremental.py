@@ -29,7 +29,7 @@ import msgspec
 
 from penstock.clock import SystemClock
 from penstock.engines.places import Directory, place_at
-from penstock.errors import InvalidInput, StorageFailed
+from penstock.errors import BrokerClosed, InvalidInput, StorageFailed
 from penstock.limits import MAX_BACKUP_MS, MAX_PRUNE_MS
 from penstock.readers import (
     fill_objects,
@@ -173,8 +173,17 @@ def _working(place: Place, what: str, unless: str) -> Iterator[int]:
 # --- create ---------------------------------------------------------------------------------------
 
 
-def create(place: Place, url: str, name: str = "", broker: Broker | None = None) -> Made:
-    """Back a store up; ``broker`` has it open, which a store on object storage does not need."""
+def create(
+    place: Place,
+    url: str,
+    name: str = "",
+    broker: Broker | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Made:
+    """Back a store up; ``broker`` has it open, which a store on object storage does not need.
+
+    Once ``stopping`` says so it is broken off, with BrokerClosed.
+    """
     if name and not NAME.fullmatch(name):
         raise InvalidInput(f"{name!r:.100} is not a backup's name: up to 128 of A-Z a-z 0-9 _ . -")
     with _working(place, "create", unless="prune") as began_ms:
@@ -182,7 +191,7 @@ def create(place: Place, url: str, name: str = "", broker: Broker | None = None)
         earlier = backups_at(place)
         if any(each.name == name for each in earlier):
             raise InvalidInput(f"there is a backup {name} at {place} already: choose another name")
-        copier = _Copier(place, began_ms)
+        copier = _Copier(place, began_ms, stopping)
         if url.startswith("slatedb"):
             backup = copier.objects(url, name, earlier)
         else:
@@ -203,8 +212,9 @@ class _ObjectGoneError(StorageFailed):
 class _Copier:
     """Copies files of a store to a place, those that are not there yet."""
 
-    def __init__(self, place: Place, began_ms: int) -> None:
+    def __init__(self, place: Place, began_ms: int, stopping: Callable[[], bool]) -> None:
         self._place = place
+        self._stopping = stopping
         self._began_ms = began_ms
         self._now_ms = SystemClock().now_ms
         self._there = place.sizes("files")
@@ -281,6 +291,8 @@ class _Copier:
         digest, size = hashlib.sha256(), 0
         with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
             for piece in pieces:
+                if self._stopping():
+                    raise BrokerClosed("the server is stopping: the backup was broken off")
                 digest.update(piece)
                 size += len(piece)
                 spool.write(piece)
@@ -419,8 +431,13 @@ class ServerBackups:
     def __init__(self, store: str, directory: str) -> None:
         self.store = store
         self.directory = directory
-        # Called with the time of each backup, in seconds since the epoch.
-        self.when_made: Callable[[float], None] = lambda _: None
+        # When the newest backup was made, by whomever; 0: there is none, None: not known yet.
+        self.last_ms: int | None = None
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Break off the incremental backup that is being made; the next one goes on from there."""
+        self._stopping.set()
 
     def make(self, broker: Broker, name: str, *, incremental: bool) -> tuple[str, int]:
         """Make a backup in ``backup.directory``.
@@ -428,8 +445,8 @@ class ServerBackups:
         Return the name and new bytes of an incremental one, path and bytes of a plain copy.
         """
         if incremental:
-            made = create(self._place(), self.store, name, broker)
-            self.note(made.backup.made_at_ms)
+            made = create(self._place(), self.store, name, broker, self._stopping.is_set)
+            self._note(made.backup.made_at_ms)
             return made.backup.name, made.new_bytes
         if not isinstance(self._place(), Directory):
             raise InvalidInput(
@@ -437,25 +454,27 @@ class ServerBackups:
                 "penstock backup create makes an incremental backup there"
             )
         path, size = backup_into(broker, self.directory, name)
-        self.note(SystemClock().now_ms())
+        self._note(SystemClock().now_ms())
         fields = {"backup": name, "place": self.directory, "bytes": size}
         log.info("a backup was made", extra={"fields": fields})
         return str(path), size
 
-    def note(self, made_at_ms: int) -> None:
-        """Note that a backup was made: every way to one through the server ends here."""
-        self.when_made(made_at_ms / 1000)
+    def _note(self, made_at_ms: int) -> None:
+        self.last_ms = max(made_at_ms, self.last_ms or 0)
 
-    def note_last(self) -> None:
-        """Note the newest backup that is there."""
-        place = self._place()
-        times = [last_backup_ms(place) or 0]
-        if isinstance(place, Directory):
-            for mark in place.root.glob(f"*/{MARK}"):
-                # Somebody may remove it at any moment.
-                with contextlib.suppress(OSError):
-                    times.append(int(mark.stat().st_mtime * 1000))
-        self.note(max(times))
+    def look(self) -> None:
+        """Note the newest backup that is there; none, if that can't be seen."""
+        times = [0]
+        try:
+            place = self._place()
+            times.append(last_backup_ms(place) or 0)
+            if isinstance(place, Directory):
+                for mark in place.root.glob(f"*/{MARK}"):
+                    # Somebody may remove it at any moment.
+                    with contextlib.suppress(OSError):
+                        times.append(int(mark.stat().st_mtime * 1000))
+        finally:
+            self._note(max(times))
 
     def _place(self) -> Place:
         if not self.directory:

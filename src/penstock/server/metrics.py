@@ -65,10 +65,6 @@ CONTENTION: Final = {
     "statements": ("statements", "Statements sent to the database."),
 }
 
-# When the last backup of this process's store was made, in seconds since the epoch; 0: not known.
-_last_backup: float = 0.0
-
-
 # A gauge of the server: name, meaning and value; with a label, a value for each of the label's.
 # Of the label ``queue`` only some have series of their own.
 Gauge: TypeAlias = tuple[str, str, float] | tuple[str, str, dict[str, int], str]
@@ -90,8 +86,6 @@ class Metrics:
         self.role = "owner"
         # How late timers of the event loop are; whoever watches the loop adds to it.
         self.loop_lag = Histogram.over()
-        # Whether there is a series of backups also while none is known.
-        self.expects_backups = False
         self._access_level = access_level
         self._lock = threading.Lock()
         self._requests: dict[tuple[str, str, str], Histogram] = {}
@@ -204,9 +198,6 @@ class Metrics:
                 yield _gauge(name, about, self.queues.grouped(value), *label)
             else:
                 yield _gauge(name, about, value, *label)
-        if _last_backup or self.expects_backups:
-            about = "When the last backup was made, in seconds since the epoch."
-            yield _gauge("last_backup_timestamp_seconds", about, _last_backup)
         if self._broker is not None:
             yield from self._collect_store(self._broker)
 
@@ -293,12 +284,6 @@ def _store(broker: Broker) -> Iterator[Metric]:
     cost = broker.durability()
     yield _histogram("sync", "Syncs of the store, by how long they took.", {(): cost.times})
     yield _counter("synced_commits", "Commits that syncs have covered.", cost.commits)
-
-
-def note_backup(at_seconds: float) -> None:
-    """Note that a backup of this process's store was made, at so many seconds since the epoch."""
-    global _last_backup  # noqa: PLW0603 - a process serves one store, and backups know no server
-    _last_backup = max(_last_backup, at_seconds)
 
 
 def healthy(broker: Broker) -> bool:

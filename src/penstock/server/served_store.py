@@ -34,7 +34,7 @@ from penstock.server.connections import (
     room_for_files,
 )
 from penstock.server.incremental import ServerBackups
-from penstock.server.metrics import Metrics, note_backup
+from penstock.server.metrics import Metrics
 from penstock.server.security import is_loopback
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ _WATCH_SECONDS: Final = 2.0
 # How often a timer tells how late the loop is.
 _LAG_SECONDS: Final = 0.25
 _OPS_GRACE_MS: Final = 1_000
+# How often backups are looked for that others have made.
+_BACKUPS_SECONDS: Final = 600.0
 # The most connections in a second, which decides how soon the descriptors are counted again.
 _CONNECTIONS_PER_SECOND: Final = 20_000
 
@@ -97,10 +99,6 @@ class Server(Access):
         self.batcher.backups = ServerBackups(self.config.store, self.config.backup_directory)
         self.batcher.note_claimed = self.metrics.queues.note_claimed
         self.batcher.audit = self.audit
-        if self.config.backup_directory:
-            self.metrics.expects_backups = True
-            self.batcher.backups.when_made = note_backup
-            await asyncio.to_thread(self._note_last_backup)
         self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self.gauges)
         try:
             load_protocols(self.config)
@@ -118,7 +116,7 @@ class Server(Access):
             note_server(self.config.store, self.location("native"))
         self._warn()
         self._make_room()
-        watched = (self.watch_keys, self._watch_loop, self._report)
+        watched = (self.watch_keys, self._watch_loop, self._watch_backups, self._report)
         self._watches = [loop.create_task(each()) for each in watched]
         if "flight" in self.addresses:
             self._watches.append(loop.create_task(self._watch_flight(self.addresses["flight"][1])))
@@ -152,6 +150,9 @@ class Server(Access):
         used = {} if self.keys is None else self.keys.former_used
         about = "When the former secret of a key with two was last used; 0: not yet."
         yield "key_former_secret_used_timestamp_seconds", about, used, "key"
+        if self.batcher.backups.last_ms is not None:
+            about = "When the last backup was made, in seconds since the epoch."
+            yield "last_backup_timestamp_seconds", about, self.batcher.backups.last_ms / 1000
         lost = 0 if self.audit is None else self.audit.lost
         yield "audit_records_lost", "Records that the audit log could not take.", lost
 
@@ -218,11 +219,14 @@ class Server(Access):
             before = closed
             await asyncio.sleep(min(max(free / _CONNECTIONS_PER_SECOND, 0.02), 0.5))
 
-    def _note_last_backup(self) -> None:
-        try:
-            self.batcher.backups.note_last()
-        except PenstockError as error:
-            log.warning("backup.directory can't be read: %s", error)
+    async def _watch_backups(self) -> None:
+        """Look for new backups now and then: others may make them, and S3 may not answer."""
+        while self.config.backup_directory:
+            try:
+                await asyncio.to_thread(self.batcher.backups.look)
+            except PenstockError as error:
+                log.warning("backup.directory can't be read: %s", error)
+            await asyncio.sleep(_BACKUPS_SECONDS)
 
     def drain(self) -> None:
         """Be not ready from now on, so that load balancers send nobody; calls are still served."""
