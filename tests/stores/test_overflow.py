@@ -10,6 +10,7 @@ from tests.stores.failing import make_engine, open_on
 
 import penstock
 from penstock import ManualClock, Message
+from penstock.engines import rows_of
 from penstock.errors import StorageFailed, StoreDamaged
 from penstock.salvage import salvage
 from penstock.store.check_report import Kind
@@ -113,6 +114,29 @@ def test_a_check_counts_the_bytes_again(url: str) -> None:
         assert found.kind is Kind.COUNTER
         assert "live_bytes is 77, not 9" in found.text
         assert broker.check(repair=True).left == 0
+        assert broker.stats("q").live_bytes == 9
+
+
+def test_messages_that_are_lost_take_no_room(url: str) -> None:
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q", max_bytes=9)
+        broker.publish(messages(9))
+        engine = store_of(broker).engine
+        table = engine.table("available" if url.endswith("indexed") else "buckets")
+        batch = engine.batch()
+        for key, _ in rows_of(table, b"", b"\xff" * 30):
+            batch.put(key, b"\xff\xff\xff", table.family)
+        engine.commit(batch)
+        # Until then the queue is full.
+        with pytest.raises(penstock.LimitReached):
+            broker.publish(messages(1))
+    with penstock.open(url, background=False) as broker:
+        assert broker.claim("q", limit=9) == []
+        assert store_of(broker).has_aside or store_of(broker).soonest_ms() == 0
+        broker.sweep()
+        broker.publish(messages(9))
+        assert broker.stats("q").live_bytes == 9
+    with penstock.open(url, background=False) as broker:
         assert broker.stats("q").live_bytes == 9
 
 

@@ -64,6 +64,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         removed = sum(do(part, 0) for part in parts)
         forgotten = do(self._forget_dedup, 0)
         self.settle_quarantine(now_ms)
+        do(self.recount_lost, None)
         damage += [*self.unscheduled.values(), *self.active.damage.values()]
         if damage:
             self._look_again(now_ms)
@@ -107,7 +108,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
 
     def soonest_ms(self) -> int | None:
         """Return a time before which no lease, delay or retention is over, from memory alone."""
-        if self.dead_letters.pending or self.overfull or self.listing:
+        if self.dead_letters.pending or self.overfull or self.listing or self.has_lost:
             return 0
         return self._earliest_ms(self.leases.none_before_ms)
 

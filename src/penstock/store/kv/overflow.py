@@ -89,8 +89,18 @@ class OverflowVerbs(Core):
         sizes = [0 if head is None else head.size for head in heads]
         return items[: room.count_excess(spec, *counts.load, sizes)]
 
+    @verb
+    def recount_lost(self, now_ms: int, budget: int) -> None:  # noqa: ARG002 - a part of sweeps
+        """Count the bytes of all queues after records were put aside: nobody knows their sizes."""
+        if self.has_lost:
+            self.has_lost = False
+            queues = [self.by_name[name] for name in self.limited]
+            for queue in queues:
+                self.recount_bytes(queue)
+            self.commit(self.begin(), queues, now_ms)
+
     def recount_bytes(self, queue: Queue) -> None:
-        """Count the bytes of a queue that has got, or lost, ``max_bytes``: reads all its messages.
+        """Count the bytes of a queue that may have ``max_bytes``: reads all its messages.
 
         Called while nothing of the queue is about to be written.
         """

@@ -159,6 +159,8 @@ class Core:
         # Messages that claims have passed over.
         self.unreadable = 0
         self.woken: set[str] = set()
+        # Whether records were put aside since the bytes of queues were counted.
+        self.has_lost = False
         # Parts of a sweep that have met unreadable rows, and when a sweep looks at those again.
         self.stuck: dict[Callable[[int, int], object], StoreDamaged] = {}
         self.look_again_ms = 0
@@ -453,6 +455,7 @@ class Core:
                 self.system.family,
             )
         self._aside.clear()
+        self.has_lost = bool(self.limited)
         batch.put(_TOTALS, msgspec.msgpack.encode(self.totals), self.system.family)
 
     # --- retention of unclaimed messages ---------------------------------------------------
