@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import boto3
@@ -116,6 +117,34 @@ def test_a_native_client(served: Served) -> None:
     assert told[8] == {"backup": "nightly", "incremental": False}
     assert "no queue named 'nowhere'" in lines[-1]["message"]
     assert "secret payload" not in served.path.read_text()
+
+
+def test_no_client_makes_a_long_or_a_false_record(served: Served) -> None:
+    with served.native() as client:
+        client.create_queue("q", labels={f"label-{number}": "x" for number in range(64)})
+        client.purge("q", states=["failed"] * 100_000)
+        with pytest.raises(InvalidInput):
+            client.create_queue("mine", queue="another", filter="x" * 500_000)
+    first, second, third = served.lines()
+    assert len(first["arguments"]["labels"]) == 64
+    assert second["arguments"] == {"states": ["failed"] * 20, "states_count": 100_000}
+    assert third["queue"] == "mine"
+    assert len(json.dumps(third)) < 20_000
+
+
+def test_a_record_behind_one_that_was_written_in_part(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    with served.native() as client, monkeypatch.context() as disk:
+        disk.setattr(os, "write", lambda file, line: write(file, line[:10]))
+        client.create_queue("torn")
+        disk.setattr(os, "write", write)
+        client.create_queue("whole")
+    assert served.server.audit is not None
+    assert served.server.audit.lost == 1
+    torn, whole = served.path.read_text().splitlines()
+    assert (len(torn), json.loads(whole)["queue"]) == (10, "whole")
 
 
 def test_an_sqs_client(served: Served) -> None:

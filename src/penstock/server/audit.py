@@ -18,12 +18,14 @@ import threading
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache, wraps
+from itertools import islice
 from os.path import samestat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 
+from penstock import limits
 from penstock.broker.broker import Broker
 from penstock.errors import InvalidInput
 from penstock.model import Collected
@@ -48,8 +50,9 @@ VERBS: Final = frozenset(
         *("collect", "configure_log"),
     }
 )
-# The most message ids of a record; "message_ids_count" has the number of all.
-MOST_IDS: Final = 20
+# The most values of a list in a record, such as message ids; "message_ids_count" has the number of
+# all. Filters and labels of a queue are whole.
+MOST_VALUES: Final = 20
 
 
 class Actor(NamedTuple):
@@ -73,6 +76,7 @@ class AuditLog:
         self._path, self._clock = path, clock
         self._lock = threading.Lock()
         self._file = -1
+        self._torn = False
         try:
             self._reopen()
         except OSError as error:
@@ -121,14 +125,14 @@ class AuditLog:
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(now_ms / 1_000, UTC).isoformat(timespec="milliseconds"),
             "verb": verb,
-            "queue": told.pop("queue", None) or told.pop("name", ""),
+            "queue": told.pop("queue", ""),
             **actor._asdict(),
             "arguments": told,
             "outcome": "ok" if error is None else type(error).__name__,
         }
         fields["time"] = fields["time"].replace("+00:00", "Z")
         if error is not None:
-            fields["message"] = str(error)
+            fields["message"] = _cut(str(error))
         if count is not None:
             fields["count"] = count
         fields["ms"] = now_ms - began_ms
@@ -139,7 +143,10 @@ class AuditLog:
         try:
             with self._lock:
                 self._reopen()
-                if os.write(self._file, line) != len(line):
+                # A record that was written in part must not spoil this one too.
+                whole = b"\n" * self._torn + line
+                self._torn = os.write(self._file, whole) != len(whole)
+                if self._torn:
                     raise OSError(0, "only a part of it was written")  # noqa: TRY301
         except OSError as failure:
             self.lost += 1
@@ -160,7 +167,7 @@ class AuditLog:
         fresh = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
         if self._file >= 0:
             os.close(self._file)
-        self._file = fresh
+        self._file, self._torn = fresh, False
 
 
 def audited(
@@ -202,23 +209,34 @@ def _named(verb: str, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str
         # The verb says itself what is wrong with them.
         return dict(named)
     found.pop("self", None)
-    for more in ("settings", "changes"):
-        found.update(found.pop(more, {}))
-    return found
+    more = {**found.pop("settings", {}), **found.pop("changes", {})}
+    if "name" in found:
+        found["queue"] = found.pop("name")
+    return {**more, **found}
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments as JSON has them: few ids, no functions."""
+    """Return arguments as JSON has them: few values, no long texts, no functions."""
     plain: dict[str, Any] = {}
     for name, value in arguments.items():
-        if value is None:
+        if value is None or callable(value):
             continue
-        if name == "message_ids":
-            ids = list(value)
-            plain |= {name: ids[:MOST_IDS], "message_ids_count": len(ids)}
-        elif not callable(value):
-            plain[name] = msgspec.to_builtins(value, enc_hook=str)
+        found = msgspec.to_builtins(value, enc_hook=str)
+        plain[name] = _cut(found)
+        if isinstance(found, list) and (name == "message_ids" or len(found) > MOST_VALUES):
+            plain[f"{name}_count"] = len(found)
     return plain
+
+
+def _cut(value: Any) -> Any:
+    """Leave out what would make a record long: clients send what they like."""
+    if isinstance(value, str) and len(value) > limits.MAX_FILTER_CHARS:
+        return f"{value[: limits.MAX_FILTER_CHARS]}..."
+    if isinstance(value, list):
+        return [_cut(each) for each in value[:MOST_VALUES]]
+    if isinstance(value, dict):
+        return {_cut(name): _cut(each) for name, each in islice(value.items(), limits.MAX_LABELS)}
+    return value
 
 
 def _count_of(result: Any) -> int | None:

@@ -416,6 +416,7 @@ def _check_origins(principal: Principal, origins: Iterable[str]) -> None:
 async def _run(sqs: SqsService, task: MoveTask) -> None:
     """Move in steps until all is moved that was there when the task began, or it is cancelled."""
     step, pause_s = _STEP, 0.0
+    failure: Exception | None = None
     if task.rate is not None:
         step = max(1, task.rate // _STEPS_PER_SECOND)
         pause_s = step / task.rate
@@ -431,18 +432,26 @@ async def _run(sqs: SqsService, task: MoveTask) -> None:
             await asyncio.sleep(pause_s)
         task.status = "CANCELLED" if task.status == "CANCELLING" else "COMPLETED"
     except PenstockError as error:
+        failure = error
         task.status, task.reason = "FAILED", str(error)
     except asyncio.CancelledError:
         task.status = "CANCELLED"
         raise
-    except Exception:
+    except Exception as error:
+        failure = error
         log.exception("a move out of queue %s failed", task.source)
         task.status, task.reason = "FAILED", "InternalError"
     finally:
         if sqs.batcher.audit is not None:
             about = {"queue": task.source, "to": task.destination, "task": task.status}
-            began_ms, moved = task.started_ms, task.moved
-            sqs.batcher.audit.record(task.actor, "move", about, began_ms=began_ms, count=moved)
+            sqs.batcher.audit.record(
+                task.actor,
+                "move",
+                about,
+                began_ms=task.started_ms,
+                count=task.moved,
+                error=failure,
+            )
 
 
 def _step(task: MoveTask, limit: int, broker: Broker) -> int:
