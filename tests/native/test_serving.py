@@ -112,6 +112,13 @@ def test_a_wrong_request_costs_only_itself(served: Served) -> None:
             failure = raw.ask(wrong)
             assert isinstance(failure, wire.Failure)
             assert (failure.id, failure.name) == (1, "InvalidInput")
+        for setting in ("name", "self"):
+            failure = raw.ask(wire.CreateQueue(1, "q", {setting: "r"}))
+            assert isinstance(failure, wire.Failure)
+            assert (failure.name, failure.message) == (
+                "InvalidQueue",
+                f"a queue has no setting {setting!r}",
+            )
         assert isinstance(raw.ask(wire.Ping(2)), wire.Result)
 
 

@@ -28,7 +28,7 @@ import msgspec
 from penstock import limits
 from penstock.broker.broker import Broker
 from penstock.broker.requests import Ack, Publish
-from penstock.errors import NotAllowed, PenstockError, QueueNotFound, StoreDamaged
+from penstock.errors import InvalidQueue, NotAllowed, PenstockError, QueueNotFound, StoreDamaged
 from penstock.packing import check_packed
 from penstock.server.audit import Actor, audited
 from penstock.server.batcher import Batcher
@@ -134,21 +134,16 @@ def _call(verb: Callable[..., Any]) -> Any:
         fields = _fields(pending.request)
         # Settings and changes are keyword arguments of their own.
         more = fields.pop("settings", None) or fields.pop("changes", {})
-
+        for taken in {"self", *fields} & more.keys():
+            raise InvalidQueue(f"a queue has no setting {taken!r}")
         work: Callable[[Broker], Any] = partial(verb, **fields, **more)
         if getattr(Broker, verb.__name__, None) is verb:
             # By name: the broker may be one that records its verbs.
             work = methodcaller(verb.__name__, **fields, **more)
         long = type(pending.request) in wire.LONG
-        return batcher.call(_audited(batcher, pending, principal, work), long=long)
+        return batcher.call(audited(batcher.audit, _actor(pending, principal), work), long=long)
 
     return run
-
-
-def _audited(
-    batcher: Batcher, pending: PendingRequest, principal: Principal, work: Callable[[Broker], Any]
-) -> Callable[[Broker], Any]:
-    return audited(batcher.audit, _actor(pending, principal), work)
 
 
 def _actor(pending: PendingRequest, principal: Principal) -> Actor:
