@@ -106,8 +106,7 @@ LAYERS = {
     },
     "flight": {
         *BROKER,
-        *("__init__", "addresses", "broker", "server.metrics", "server.refusals"),
-        *("server.keys", "server.security"),
+        *("__init__", "addresses", "broker", "server.keys", "server.metrics", "server.security"),
     },
     "spark": {
         *GROUND,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.server.keys import Keys
-    from penstock.server.sqs import Observer
+    from penstock.server.metrics import Metrics
 
 # It reads the description of SQS once, not for each client.
 BOTO = boto3.session.Session()
@@ -49,7 +49,7 @@ def serving(
     options: SqsOptions | None = None,
     keys: Keys | None = None,
     bounds: HttpBounds | None = None,
-    observer: Observer | None = None,
+    metrics: Metrics | None = None,
     wrap: Callable[[Handler], Handler] = lambda handler: handler,
 ) -> Iterator[Served]:
     """Serve a fresh store over SQS."""
@@ -63,7 +63,7 @@ def serving(
         with penstock.open(store) as broker:
             batcher = Batcher(broker, loop)
             service = SqsService(
-                batcher, clock=SystemClock(), keys=keys, options=options, observer=observer
+                batcher, clock=SystemClock(), keys=keys, options=options, metrics=metrics
             )
             http = Http({}, wrap(service.handle), port=port, bounds=bounds)
             await http.start()

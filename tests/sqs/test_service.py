@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.sqs.test_messages import receive
 from tests.sqs.test_queues import attributes_of, spec_of
 
 from penstock.server import running
+from penstock.server.metrics import Metrics
 from penstock.server.sqs import SqsOptions
 
 
@@ -41,27 +43,25 @@ def test_retention_is_a_setting_of_the_server() -> None:
 
 
 def test_requests_are_counted_by_operation_and_outcome() -> None:
-    seen: list[tuple[str, str, float, str]] = []
-
-    class Counting:
-        def request(
-            self, protocol: str, operation: str, seconds: float, outcome: str, *_: object
-        ) -> None:
-            seen.append((protocol, operation, seconds, outcome))
-
-    with serving(observer=Counting()) as served:
+    metrics = Metrics()
+    with serving(metrics=metrics) as served:
         sqs = client_of(served)
         url = sqs.create_queue(QueueName="q")["QueueUrl"]
         receive(sqs, url, WaitTimeSeconds=1)
         with pytest.raises(ClientError):
             sqs.delete_message(QueueUrl=url, ReceiptHandle="x")
-    assert [(each[0], each[1], each[3]) for each in seen] == [
-        ("sqs", "CreateQueue", "ok"),
-        ("sqs", "ReceiveMessage", "ok"),
-        ("sqs", "DeleteMessage", "ReceiptHandleIsInvalid"),
-    ]
+    page = metrics.page().decode()
+    for operation, outcome in (
+        ("CreateQueue", "ok"),
+        ("ReceiveMessage", "ok"),
+        ("DeleteMessage", "ReceiptHandleIsInvalid"),
+    ):
+        labels = f'operation="{operation}",outcome="{outcome}",protocol="sqs"'
+        assert f"penstock_request_seconds_count{{{labels}}} 1.0" in page
     # In seconds: as milliseconds it would be a thousand.
-    assert 0.9 < seen[1][2] < 500
+    waited = re.search(r'penstock_claim_wait_seconds_sum{protocol="sqs"} (.*)', page)
+    assert waited is not None
+    assert 0.9 < float(waited[1]) < 500
 
 
 def test_a_failure_of_the_server_is_not_the_sender_s(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,10 +18,6 @@ from penstock.engines.places import place_at
 from penstock.server import backup as copies
 from penstock.server import incremental
 
-_PLACE_HELP = (
-    "PLACE is a directory, or s3://BUCKET/PREFIX with the variables AWS_... for the access."
-)
-
 
 class _BackupGroup(click.Group):
     """A group for which ``penstock backup DESTINATION`` is ``penstock backup copy DESTINATION``."""

@@ -8,7 +8,6 @@ import pyarrow.flight as fl
 
 from penstock.errors import InvalidInput, NotAllowed
 from penstock.flight.protocol import PROTOCOL, PROTOCOL_HEADER, describe, revive
-from penstock.server.refusals import id_of
 from penstock.server.security import ANYONE, token_of
 
 if TYPE_CHECKING:
@@ -86,8 +85,7 @@ class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
                 seconds = self.clock.seconds() - begin
                 self.metrics.request("flight", operation, seconds, NotAllowed.__name__)
                 # Flight does not tell the address before a call is let in.
-                why = "the key is not known, or its secret is another" if token else "no key"
-                self.metrics.refusals.login("flight", "", id_of(token), why)
+                self.metrics.refusals.token("flight", "", token)
             why = "the key is not known" if token else "it needs a key"
             refused = NotAllowed(f"this server wants authorization: Bearer ID:SECRET; {why}")
             raise fl.FlightUnauthenticatedError(*describe(refused))

@@ -21,7 +21,6 @@ from penstock.server.access import Access
 from penstock.server.audit import Actor
 from penstock.server.http import Response
 from penstock.server.metrics import CONTENT_TYPE, Metrics
-from penstock.server.refusals import id_of
 from penstock.server.security import ANYONE, token_of
 from penstock.store.sql.location import without_password
 
@@ -113,8 +112,7 @@ class Pages:
             if principal is None:
                 outcome = NotAllowed.__name__
                 token = token_of(request.headers.get("authorization"))
-                why = "the key is not known, or its secret is another" if token else "no key"
-                server.metrics.refusals.login("admin", request.peer, id_of(token), why)
+                server.metrics.refusals.token("admin", request.peer, token)
                 text = "this page wants authorization: Bearer ID:SECRET"
                 return _json(401, {"error": outcome, "message": text}, _CHALLENGE)
             key_id = principal.key_id

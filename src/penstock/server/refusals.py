@@ -51,10 +51,16 @@ class Refusals:
         self._note("a TLS handshake failed", protocol=protocol, address=address, why=why)
 
     def login(self, protocol: str, address: str, key_id: str, why: str) -> None:
-        """Note a login that was refused; of a token, :func:`id_of` is the id."""
+        """Note a login that was refused."""
         self._count(protocol, "logins_refused")
         shown = key_id if len(key_id) < _SECRET_CHARS else f"({len(key_id)} characters)"
         self._note("a login was refused", protocol=protocol, key=shown, address=address, why=why)
+
+    def token(self, protocol: str, address: str, token: str | None) -> str:
+        """Note a token that is not known, or that there was none; return why it was refused."""
+        why = "the key is not known, or its secret is another" if token else "no key"
+        self.login(protocol, address, id_of(token), why)
+        return why
 
     def report(self) -> None:
         """Log how often lines were left out, if their time is over; called now and then."""

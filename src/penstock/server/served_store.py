@@ -283,8 +283,7 @@ def _http(server: Server, host: str, port: int) -> Listener:
             url=config.sqs_url,
             done_retention_ms=int(config.sqs_done_retention),
         ),
-        observer=server.metrics,
-        refusals=server.metrics.refusals,
+        metrics=server.metrics,
     )
     server.closing.append(service.close)
     bounds = HttpBounds(

@@ -12,7 +12,6 @@ from penstock.server.console.figures import COUNTS, totals_of
 from penstock.server.console.shown import NOTHING, duration, moment, number, rate, size, spark
 from penstock.server.console.visits import ANY_KEY, OPEN, SEE_ALL, Route, link, redirect
 from penstock.server.metrics import healthy
-from penstock.server.refusals import id_of
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
@@ -263,9 +262,7 @@ async def log_in(console: Console, visit: Visit) -> Response:
     session = await console.sessions.log_in(token)
     asked = form.get("next", "")
     if session is None:
-        why = "the key is not known, or its secret is another"
-        refusals = console.server.metrics.refusals
-        refusals.login("console", visit.request.peer, id_of(token), why)
+        console.server.metrics.refusals.token("console", visit.request.peer, token)
         return console.render("login.html", visit, status=403, next=asked, failed=True)
     before = console.sessions.of(visit.request)
     if before is not None:

@@ -61,7 +61,6 @@ ANY_KEY: Final = Need(())
 SEE_QUEUE: Final = Need(("consume", "admin"), of_queue=True)
 SEE_ALL: Final = Need(("consume", "admin"))
 CHANGE_QUEUE: Final = Need(("admin",), of_queue=True)
-CHANGE_ALL: Final = Need(("admin",))
 
 
 class Visit(msgspec.Struct):

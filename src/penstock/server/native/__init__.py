@@ -14,7 +14,6 @@ from penstock.errors import NotAllowed
 from penstock.server.connections import Listener
 from penstock.server.native.connection import NativeConnection
 from penstock.server.native.requests import MessageSizes
-from penstock.server.refusals import id_of
 from penstock.server.security import ANYONE
 from penstock.wire import native as wire
 
@@ -100,8 +99,7 @@ class NativeListener(Listener):
 
     def refused(self, token: str, address: str) -> NotAllowed:
         """Note a greeting without a key that is known, and return the error for its client."""
-        why = "the key is not known, or its secret is another" if token else "no key"
-        self.metrics.refusals.login(self.protocol, address, id_of(token), why)
+        why = self.metrics.refusals.token(self.protocol, address, token)
         return NotAllowed(why if token else "this server wants a key: token='KEY:SECRET'")
 
     def wake_waiting(self) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from functools import lru_cache, partial
 from math import inf
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from penstock import limits
 from penstock.clock import loop_seconds
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from penstock.server.batcher import Batcher
     from penstock.server.http import Request
     from penstock.server.keys import Keys
-    from penstock.server.refusals import Refusals
+    from penstock.server.metrics import Metrics
     from penstock.server.sqs.context import Answer
     from penstock.wire.sqs.protocol import SqsRequest
 
@@ -109,23 +109,6 @@ _FAULTS: Final = (
 _signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
 
 
-class Observer(Protocol):
-    """Counts requests."""
-
-    def request(
-        self,
-        protocol: str,
-        operation: str,
-        seconds: float,
-        outcome: str,
-        key_id: str = "",
-        address: str = "",
-        queue: object = "",
-        waited_s: float = 0.0,
-    ) -> None:
-        """Take note of a request that was answered; it has waited so long for messages."""
-
-
 class SqsService:
     """Answers SQS requests: :meth:`handle` is what HTTP calls, the rest is for the operations."""
 
@@ -136,8 +119,7 @@ class SqsService:
         clock: Clock,
         keys: Keys | None = None,
         options: SqsOptions | None = None,
-        observer: Observer | None = None,
-        refusals: Refusals | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.batcher = batcher
         self.clock = clock
@@ -152,8 +134,7 @@ class SqsService:
         # By handle, the oldest first.
         self.moves: dict[str, queues.MoveTask] = {}
         self._keys = keys
-        self._observer = observer
-        self._refusals = refusals
+        self._metrics = metrics
         # Ids of keys that can't check signatures, and that the log has named.
         self._logged: set[str] = set()
         self._requests = 0
@@ -212,10 +193,10 @@ class SqsService:
             outcome, response = _refused(error, operation, request_id, xml=xml)
             return response
         finally:
-            if self._observer is not None:
+            if self._metrics is not None:
                 about = ("sqs", operation, loop_seconds() - began, outcome, principal.key_id)
                 queue = asked and (asked.queue_url or asked.queue_name or request.path)
-                self._observer.request(*about, request.peer, queue, request.waited_s)
+                self._metrics.request(*about, request.peer, queue, request.waited_s)
 
     def _late(self) -> SqsFault:
         """Say that a request was not answered in time; one that was not begun is not begun."""
@@ -230,9 +211,9 @@ class SqsService:
         try:
             return self._principal(request, keys, signature.parse(header))
         except SqsFault as fault:
-            if self._refusals is not None:
+            if self._metrics is not None:
                 key_id = signature.key_of(header)
-                self._refusals.login("sqs", request.peer, key_id, fault.message)
+                self._metrics.refusals.login("sqs", request.peer, key_id, fault.message)
             raise
 
     def _principal(self, request: Request, keys: Keys, claim: signature.Claim) -> Principal:
