@@ -582,19 +582,6 @@ class BackfillPlan(msgspec.Struct, frozen=True):
     earliest: int
 
 
-class Filled(msgspec.Struct, frozen=True):
-    """The counts of one step of a fill, and where the next begins.
-
-    ``already``: the queue has had the message, or its filter does not want it. ``missing``: the
-    log or the payload store has it no longer.
-    """
-
-    added: int
-    already: int
-    missing: int
-    next: int
-
-
 class Collected(msgspec.Struct, frozen=True):
     """Payloads that nobody can ever ask for again, and their bytes."""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock import InvalidInput, InvalidQueue, Message, QueueNotFound, State
 from penstock.clock import ManualClock
-from penstock.store.policy import FILL_MESSAGES, FILL_WINDOW
+from penstock.store.filling import FILL_MESSAGES, FILL_WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,8 @@ from tests.soaking import examples
 import penstock
 from penstock import InvalidInput, InvalidMessage, InvalidQueue, LogRecord, Message, State, limits
 from penstock.clock import ManualClock
-from penstock.store.policy import RESTORE_MESSAGES, Coverage, Stretch
+from penstock.store.filling import RESTORE_MESSAGES
+from penstock.store.policy import Coverage, Stretch
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

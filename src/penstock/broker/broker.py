@@ -3,7 +3,8 @@
 A broker checks its arguments, routes messages by the queues' filters and hands them to the store
 through the :mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs
 of the metadata log are in :mod:`~penstock.broker.verbs`, those that only look in
-:mod:`~penstock.broker.inspect`, those for a server in :mod:`~penstock.broker.served`.
+:mod:`~penstock.broker.inspect`, those for a server in :mod:`~penstock.broker.served`;
+:mod:`~penstock.broker.settings` checks the settings of queues.
 """
 
 from __future__ import annotations
@@ -21,26 +22,31 @@ import msgspec
 from penstock import limits
 from penstock.broker.runner import SWEEP_BUDGET, Runner
 from penstock.broker.served import ServedBroker
+from penstock.broker.settings import (
+    check_dead_letter,
+    check_no_circle,
+    check_same_settings,
+    find_queue,
+    make_spec,
+    settings_of,
+)
 from penstock.errors import (
     InvalidInput,
     InvalidQueue,
     QueueExists,
     QueueNotFound,
     StorageFailed,
-    did_you_mean,
 )
 from penstock.filters import Matcher, Row, default_filter, parse
-from penstock.model import LeaseRequest, Message, Ordering, Overflow, QueueSpec, State
+from penstock.model import LeaseRequest, Message, Ordering, QueueSpec, State
 from penstock.packing import pack_messages
 from penstock.store.contract import FiltersChanged
-from penstock.store.room import drops_oldest
 from penstock.validation import (
     check_count,
     check_ids,
     check_optional,
     check_queue_name,
     check_receipts,
-    check_spec,
     check_state,
     check_states,
     check_text,
@@ -61,7 +67,7 @@ if TYPE_CHECKING:
     from penstock.packing import PackedMessage
     from penstock.store.check_report import AuditReport
     from penstock.store.codec.metadata import Metadata
-    from penstock.store.contract import FullStore, LiveQueue
+    from penstock.store.contract import FullStore
 
 log = logging.getLogger(__name__)
 
@@ -155,17 +161,17 @@ class Broker(ServedBroker):
         """
         check_queue_name(name)
         compiled = parse(default_filter(name) if filter is None else filter)
-        spec = _make_spec({**settings, "filter": compiled.text, "ordering": ordering}, name)
+        spec = make_spec({**settings, "filter": compiled.text, "ordering": ordering}, name)
 
         def create(now_ms: int) -> QueueSpec:
-            known = _find_queue(self._store, name)
+            known = find_queue(self._store, name)
             if known is not None:
                 if known.draining:
                     raise QueueExists(f"queue {name!r} is draining: it is not gone yet")
-                _check_same_settings(known.spec, spec)
+                check_same_settings(known.spec, spec)
                 return known.spec
-            _check_dead_letter(self._store, spec)
-            _check_no_circle(self._store, spec)
+            check_dead_letter(self._store, spec)
+            check_no_circle(self._store, spec)
             fresh = msgspec.structs.replace(spec, created_at_ms=now_ms)
             self._store.create_queue(fresh, now_ms)
             return fresh
@@ -186,7 +192,7 @@ class Broker(ServedBroker):
         def update(now_ms: int) -> QueueSpec:
             present = self._store.spec(name)
             text = present.filter if compiled is None else compiled.text
-            spec = _make_spec({**_settings_of(present), **changes, "filter": text}, name)
+            spec = make_spec({**settings_of(present), **changes, "filter": text}, name)
             if spec.ordering is not present.ordering:
                 raise InvalidQueue(f"the ordering of queue {name!r} can't be changed")
             spec = msgspec.structs.replace(
@@ -194,8 +200,8 @@ class Broker(ServedBroker):
             )
             # One that was deleted since does not stand in the way of other changes.
             if spec.dead_letter != present.dead_letter:
-                _check_dead_letter(self._store, spec)
-            _check_no_circle(self._store, spec)
+                check_dead_letter(self._store, spec)
+            check_no_circle(self._store, spec)
             self._store.update_queue(spec, now_ms, from_offset=from_offset)
             return spec
 
@@ -529,87 +535,9 @@ class Broker(ServedBroker):
         return self._runner.apply(lambda now_ms: self._store.sweep(now_ms, budget))
 
 
-_SETTINGS: Final = frozenset(QueueSpec.__struct_fields__) - {"created_at_ms", "version"}
-
-
-def _settings_of(spec: QueueSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in _SETTINGS}
-
-
-def _make_spec(settings: dict[str, Any], name: str) -> QueueSpec:
-    unknown = sorted(set(settings) - _SETTINGS)
-    if unknown:
-        hint = did_you_mean(unknown[0], _SETTINGS - {"name"})
-        raise InvalidQueue(f"a queue has no setting {unknown[0]!r:.100}; {hint}")
-    words: dict[str, type[Ordering | Overflow]] = {"ordering": Ordering, "overflow": Overflow}
-    for setting in words.keys() & settings:
-        with suppress(ValueError):
-            settings[setting] = words[setting](settings[setting])
-    spec = check_spec(QueueSpec(**{**settings, "name": name}))
-    # A copy: the caller may change his own labels from here on.
-    return msgspec.structs.replace(spec, labels=dict(spec.labels))
-
-
 def _steps(ids: list[int]) -> list[list[int]]:
     """Cut ids into parts that a verb over many takes one at a time."""
     return [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
-
-
-def _find_queue(store: FullStore, name: str) -> LiveQueue | None:
-    """Return a queue, or None; looks through all of them only if there is one of the name."""
-    try:
-        store.spec(name)
-    except QueueNotFound:
-        return None
-    return next((queue for queue in store.queues() if queue.spec.name == name), None)
-
-
-def _check_same_settings(present: QueueSpec, asked: QueueSpec) -> None:
-    """Refuse to make a queue that is there with other settings; say which."""
-    there, wanted = (msgspec.to_builtins(_settings_of(each)) for each in (present, asked))
-    other = "; ".join(
-        f"{name} is {there[name]!r:.100} there, {wanted[name]!r:.100} was asked for"
-        for name in sorted(there)
-        if there[name] != wanted[name]
-    )
-    if other:
-        kept = present.ordering is not asked.ordering
-        hint = "its ordering can't be changed" if kept else "use update_queue()"
-        raise QueueExists(f"queue {asked.name!r} exists with other settings: {other}; {hint}")
-
-
-def _check_dead_letter(store: FullStore, spec: QueueSpec) -> None:
-    """Refuse a dead letter queue that could not take failed messages."""
-    if not spec.dead_letter:
-        return
-    known = _find_queue(store, spec.dead_letter)
-    if known is None:
-        raise InvalidQueue(
-            f"no queue named {spec.dead_letter!r}: a dead letter queue must be made first"
-        )
-    target = known.spec
-    if known.draining:
-        raise InvalidQueue(f"queue {target.name!r} is draining: it takes no dead letters")
-    if target.ordering is not spec.ordering:
-        raise InvalidQueue(
-            f"the dead letter queue of a {spec.ordering.value} queue must be one as well; "
-            f"{target.name!r} is {target.ordering.value}"
-        )
-
-
-def _check_no_circle(store: FullStore, spec: QueueSpec) -> None:
-    """Refuse a queue whose dropped messages would come back to it, to be dropped again."""
-    name, passed = spec.dead_letter if drops_oldest(spec) else "", {""}
-    while name not in passed:
-        passed.add(name)
-        if name == spec.name:
-            raise InvalidQueue(
-                f"what queue {spec.name!r} drops would come back to it from one dead letter queue "
-                "to the next, all of which drop their oldest: let one of them refuse"
-            )
-        with suppress(QueueNotFound):
-            target = store.spec(name)
-            name = target.dead_letter if drops_oldest(target) else ""
 
 
 def _predicate(where: str | Callable[[Mapping[str, Value]], bool]) -> Callable[[Metadata], bool]:

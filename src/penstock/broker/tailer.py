@@ -22,7 +22,8 @@ from penstock.errors import (
 )
 from penstock.filters import Matcher, parse
 from penstock.model import AssignStatus
-from penstock.store.policy import check_pipeline, match_page
+from penstock.store.filling import match_page
+from penstock.store.policy import check_pipeline
 from penstock.validation import check_count
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from penstock import limits
 from penstock.broker.inspect import StoreReader
 from penstock.errors import InvalidInput
-from penstock.model import Backfilled, BackfillPlan, Collected, Filled, StoreInfo
+from penstock.model import Backfilled, BackfillPlan, Collected, StoreInfo
 from penstock.validation import (
     check_archived,
     check_assignments,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         LogStats,
         RoutePlan,
     )
+    from penstock.store.filling import Filled
     from penstock.store.snapshot import PinnedStore
 
 T = TypeVar("T")
@@ -237,16 +238,14 @@ class LogBroker(StoreReader):
 
     def _fill(self, begin: int, end: int, step: Callable[[int, int], Filled]) -> Filled:
         """Fill a queue step by step; a step is told where it begins, and the time."""
-        total = Filled(0, 0, 0, begin)
-        while total.next < end:
-            one = self._runner.apply_step(partial(step, total.next))
-            total = Filled(
-                total.added + one.added,
-                total.already + one.already,
-                total.missing + one.missing,
-                one.next,
-            )
-        return total
+        from penstock.store.filling import Filled  # noqa: PLC0415 - loaded when used
+
+        added = already = missing = 0
+        while begin < end:
+            one = self._runner.apply_step(partial(step, begin))
+            added, already, begin = added + one.added, already + one.already, one.next
+            missing += one.missing
+        return Filled(added, already, missing, begin)
 
     def restore(
         self,

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         BackfillPlan,
         Collected,
         Cursor,
-        Filled,
         LeaseRequest,
         LiveFilters,
         LogPage,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.store.check_report import AuditReport
     from penstock.store.codec.claimed import ClaimedMessages
     from penstock.store.codec.metadata import Metadata
+    from penstock.store.filling import Filled
     from penstock.store.snapshot import PinnedStore
 
 

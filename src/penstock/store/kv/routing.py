@@ -20,7 +20,6 @@ from penstock.model import (
     AssignStatus,
     BackfillPlan,
     Cursor,
-    Filled,
     LiveFilters,
     LogPage,
     LogStats,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from penstock.engines import Batch
     from penstock.model import LogRecord
+    from penstock.store.filling import Filled
     from penstock.store.policy import Coverage
 
 _CURSOR: Final = b"\x02\x12"
@@ -113,31 +113,33 @@ class RoutingVerbs(PublishVerbs):
 
         A tailer that took an epoch names it, and is refused once another has taken a later one.
         """
+        from penstock.store import filling  # noqa: PLC0415 - loaded when used
+
         at = self.cursor(log)
         if epoch is not None and epoch != self.epoch():
             return Assigned(AssignStatus.FENCED, at, 0)
         policy.check_pipeline(self.identity.routing)
-        refusal = policy.refuse_page(cursor, at, self.log.earliest)
-        if refusal is None and policy.is_outdated(
+        refusal = filling.refuse_page(cursor, at, self.log.earliest)
+        if refusal is None and filling.is_outdated(
             cursor, self.totals.filters_version, self.filter_history
         ):
             refusal = AssignStatus.OUTDATED
         if refusal is not None:
             return Assigned(refusal, at, 0)
-        policy.check_page(log, cursor, assignments, self.log.end)
+        filling.check_page(log, cursor, assignments, self.log.end)
         begin = max(at, cursor.begin)
-        wanting = policy.queues_wanting(self._coverage_of, begin, cursor.end)
+        wanting = filling.queues_wanting(self._coverage_of, begin, cursor.end)
         ids: list[int] = []
         placed: list[Item] = []
         routes: list[Sequence[str]] = []
         for rows in _parts(self.log.entries(log, begin, cursor.end)):
             ids += [row[0] for row in rows]
-            for message_id, encoded, head, names in policy.assigned(rows, assignments, wanting):
+            for message_id, encoded, head, names in filling.assigned(rows, assignments, wanting):
                 lane = lane_of(head.group, head.priority)
                 due_ms = head.published_at_ms + head.delay_ms
                 placed.append(Item(message_id, message_id, lane, 0, 0, due_ms, encoded))
                 routes.append(names)
-        policy.check_assigned(log, begin, assignments, ids)
+        filling.check_assigned(log, begin, assignments, ids)
         batch = self.begin()
         touched = self.place(batch, placed, routes, now_ms, late=True)
         batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), self.system.family)
@@ -163,13 +165,15 @@ class RoutingVerbs(PublishVerbs):
     @verb
     def route_plan(self, max_offsets: int | None) -> RoutePlan:
         """Return the stretches that a router may match next."""
+        from penstock.store import filling  # noqa: PLC0415 - loaded when used
+
         policy.check_pipeline(self.identity.routing)
         cursors = {log: self.cursor(log) for log in range(self.log.all_logs)}
         changes = self.log.settings.changes
         return RoutePlan(
             epoch=self.epoch(),
             filters_version=self.totals.filters_version,
-            stretches=policy.route_stretches(
+            stretches=filling.route_stretches(
                 cursors, self.log.end, max_offsets, changes, lambda at: self._filters_at(at)[1]
             ),
             lag={log: self.log.end - begin for log, begin in cursors.items()},
@@ -259,11 +263,13 @@ class RoutingVerbs(PublishVerbs):
 
     def _route_rest(self, now_ms: int) -> None:
         """Assign the messages that are not routed yet, page by page, each in its own commit."""
-        policy.check_switch(self.routed_up_to(), self.log.end)
+        from penstock.store import filling  # noqa: PLC0415 - loaded when used
+
+        filling.check_switch(self.routed_up_to(), self.log.end)
         while self.routed_up_to() < self.log.end:
             for log in range(self.log.all_logs):
-                page = self.read_log(log, None, policy.SWITCH_OFFSETS)
-                self.assign(log, page.cursor, policy.match_page(page), now_ms)
+                page = self.read_log(log, None, filling.SWITCH_OFFSETS)
+                self.assign(log, page.cursor, filling.match_page(page), now_ms)
 
     # --- backfill ------------------------------------------------------------------------
 
@@ -272,9 +278,11 @@ class RoutingVerbs(PublishVerbs):
         self, queue_name: str, begin: int, end: int, *, archived: bool = False
     ) -> BackfillPlan:
         """Return the stretches that a queue has not been filled from by its present filter."""
+        from penstock.store import filling  # noqa: PLC0415 - loaded when used
+
         queue = self.queue(queue_name)
         end = min(end, self.routed_up_to())
-        return policy.backfill_plan(
+        return filling.backfill_plan(
             queue.spec, queue.coverage, begin, end, self.log.earliest, archived=archived
         )
 
@@ -291,29 +299,32 @@ class RoutingVerbs(PublishVerbs):
         records: Sequence[tuple[LogRecord, bytes | None]] | None = None,
     ) -> Filled:
         """Do one step of filling a queue; its coverage says which messages the queue has had."""
+        from penstock.store import filling  # noqa: PLC0415 - loaded when used
+
         log = self.log
         queue = self.queue(queue_name)
         coverage, text = queue.coverage, queue.spec.filter
-        policy.check_fill(queue_name, queue.spec, coverage, filter_text)
+        filling.check_fill(queue_name, queue.spec, coverage, filter_text)
         sizes: list[int] | None = None
         archived: dict[int, tuple[LogRecord, bytes | None]] = {}
         if records is not None:
-            policy.check_archived(queue_name, coverage, begin, end, log.earliest)
+            filling.check_archived(queue_name, coverage, begin, end, log.earliest)
             archived = {record.message_id: (record, payload) for record, payload in records}
             offsets, sizes = list(archived), [record.size for record, _ in records]
-        start, stop, passed, chosen = policy.fill_step(
+        start, stop, passed, chosen = filling.fill_step(
             coverage, text, (begin, end), (log.earliest, log.end), offsets, sizes
         )
         if start >= stop:
-            return Filled(0, passed, 0, max(start, begin) if chosen is None else end)
+            return filling.Filled(0, passed, 0, max(start, begin) if chosen is None else end)
         if records is None:
             rows = self._rows_between(start, stop, chosen)
         else:
             rows = [
-                (id_, encode_metadata(policy.metadata_of(archived[id_][0]))) for id_ in chosen or ()
+                (id_, encode_metadata(filling.metadata_of(archived[id_][0])))
+                for id_ in chosen or ()
             ]
         items = []
-        for message_id, (m, encoded) in policy.wanted(text, coverage, rows).items():
+        for message_id, (m, encoded) in filling.wanted(text, coverage, rows).items():
             lane, visible_at_ms = lane_of(m.group, m.priority), m.published_at_ms + m.delay_ms
             items.append(Item(message_id, message_id, lane, 0, 0, visible_at_ms, encoded))
         # Coverage does not know of messages that a move has brought in.
@@ -339,7 +350,8 @@ class RoutingVerbs(PublishVerbs):
         self.commit(batch, (queue,), now_ms)
         asked = len(rows) if chosen is None else len(chosen)
         already = passed + len(rows) - len(items)
-        return Filled(len(kept), already, asked - len(rows) + len(items) - len(kept), stop)
+        missing = asked - len(rows) + len(items) - len(kept)
+        return filling.Filled(len(kept), already, missing, stop)
 
     def _rows_between(
         self, start: int, stop: int, chosen: Sequence[int] | None

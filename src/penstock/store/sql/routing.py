@@ -23,14 +23,14 @@ from penstock.model import (
     AssignStatus,
     BackfillPlan,
     Cursor,
-    Filled,
     LiveFilters,
     LogPage,
     LogStats,
     RoutePlan,
 )
-from penstock.store import policy
+from penstock.store import filling, policy
 from penstock.store.codec.metadata import encode_metadata
+from penstock.store.filling import Filled
 from penstock.store.sql.publish import Items, SqlPublish
 
 if TYPE_CHECKING:
@@ -190,16 +190,16 @@ class SqlRouting(SqlPublish):
         if epoch not in {None, epoch_now}:
             return Assigned(AssignStatus.FENCED, at, 0)
         policy.check_pipeline(routing)
-        refusal = policy.refuse_page(cursor, at, earliest)
+        refusal = filling.refuse_page(cursor, at, earliest)
         if refusal is not None:
             return Assigned(refusal, at, 0)
         self.refresh()
-        if policy.is_outdated(cursor, self.head.filters_version, self.filter_changes):
+        if filling.is_outdated(cursor, self.head.filters_version, self.filter_changes):
             return Assigned(AssignStatus.OUTDATED, at, 0)
         begin = max(at, cursor.begin)
-        policy.check_page(log, cursor, assignments, self.head.end)
+        filling.check_page(log, cursor, assignments, self.head.end)
         rows = self._rows(log, begin, cursor.end, cursor.end - begin)
-        policy.check_assigned(log, begin, assignments, (row[0] for row in rows))
+        filling.check_assigned(log, begin, assignments, (row[0] for row in rows))
         items, refs = self._items(rows, assignments, begin, cursor.end, now_ms)
         self._enqueue(items, now_ms)
         held = {message_id: count for message_id, count in refs.items() if count}
@@ -225,8 +225,8 @@ class SqlRouting(SqlPublish):
 
         items = Items()
         refs: dict[int, int] = {}
-        wanting = policy.queues_wanting(coverage, begin, end)
-        for message_id, _, head, kept in policy.assigned(rows, assignments, wanting):
+        wanting = filling.queues_wanting(coverage, begin, end)
+        for message_id, _, head, kept in filling.assigned(rows, assignments, wanting):
             refs[message_id] = len(kept)
             for name in kept:
                 _add_logged(items, queues[name], message_id, head, now_ms)
@@ -252,7 +252,7 @@ class SqlRouting(SqlPublish):
         policy.check_pipeline(self.routing)
         filters_version = self.head.filters_version
         stats = self._log()
-        stretches = policy.route_stretches(
+        stretches = filling.route_stretches(
             stats.cursors,
             stats.end,
             max_offsets,
@@ -294,7 +294,7 @@ class SqlRouting(SqlPublish):
         queue = self.queue(queue_name)
         stats = self._log()
         end = min(end, stats.routed_up_to)
-        return policy.backfill_plan(
+        return filling.backfill_plan(
             queue.spec, queue.coverage, begin, end, stats.earliest, archived=archived
         )
 
@@ -322,11 +322,11 @@ class SqlRouting(SqlPublish):
         def work() -> tuple[Filled, SqlQueue]:
             queue = self.lock_queue(queue_name)
             self.hold_instance()
-            policy.check_fill(queue_name, queue.spec, queue.coverage, filter_text)
+            filling.check_fill(queue_name, queue.spec, queue.coverage, filter_text)
             log = (self.earliest(), self.head.end)
             if records is not None:
-                policy.check_archived(queue_name, queue.coverage, begin, end, log[0])
-            start, stop, passed, chosen = policy.fill_step(
+                filling.check_archived(queue_name, queue.coverage, begin, end, log[0])
+            start, stop, passed, chosen = filling.fill_step(
                 queue.coverage, queue.spec.filter, (begin, end), log, matched, sizes
             )
             if start >= stop:
@@ -336,7 +336,7 @@ class SqlRouting(SqlPublish):
             if records is not None:
                 told = [archived[each][0] for each in chosen or ()]
                 rows = [
-                    (each.message_id, encode_metadata(policy.metadata_of(each))) for each in told
+                    (each.message_id, encode_metadata(filling.metadata_of(each))) for each in told
                 ]
             else:
                 rows = self._rows_of_all(start, stop, chosen)
@@ -373,7 +373,7 @@ class SqlRouting(SqlPublish):
 
     def _wanted(self, queue: SqlQueue, rows: Rows) -> dict[int, Metadata]:
         """Return the messages that a queue wants and has not had."""
-        wanted = policy.wanted(queue.spec.filter, queue.coverage, rows)
+        wanted = filling.wanted(queue.spec.filter, queue.coverage, rows)
         ids = list(wanted)
         present = (
             self.database.run("find_present", queue=queue.number, message_ids=ids) if ids else []
@@ -451,11 +451,11 @@ class SqlRouting(SqlPublish):
             for log in logs:
                 self.database.run("move_cursor", log=log, cursor=end, unrouted=0)
         else:
-            policy.check_switch(self.routed_up_to(), end)
+            filling.check_switch(self.routed_up_to(), end)
             while self.routed_up_to() < end:
                 for log in logs:
-                    page = self.read_log(log, None, policy.SWITCH_OFFSETS)
-                    self._assign(log, page.cursor, policy.match_page(page), now_ms, None)
+                    page = self.read_log(log, None, filling.SWITCH_OFFSETS)
+                    self._assign(log, page.cursor, filling.match_page(page), now_ms, None)
         self.database.run("switch_routing", routing=routing)
 
 
