@@ -168,7 +168,7 @@ def test_steps_are_bounded_and_go_on(
     assert broker.stats("q").available == count
     coverage = broker._store.by_name["q"].coverage  # type: ignore[attr-defined]
     assert len(coverage.backfilled) == 1
-    monkeypatch.setattr("penstock.store.policy.RESTORE_BYTES", 10)
+    monkeypatch.setattr("penstock.store.filling.RESTORE_BYTES", 10)
     broker.create_queue("bytes", filter="n < 9")
     before = broker._store.progress.commits
     assert broker.restore("bytes", 1, end, kept[:9]).added == 9

@@ -7,9 +7,10 @@ closed in between notes such queues when it is opened.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import StoreDamaged
+from penstock.errors import PenstockError, StoreDamaged
 from penstock.model import State
 from penstock.store import room
 from penstock.store.codec.metadata import decode_heads
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from penstock.packing import PackedMessage
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Item
+
+log = logging.getLogger(__name__)
 
 # Messages that one commit drops.
 DROP_MESSAGES: Final = 1_000
@@ -80,6 +83,14 @@ class OverflowVerbs(Core):
                 ids = [item.message_id for item in items]
                 log_step("fail", queue.name, ids, reason=room.drop_reason(queue.spec))
         return dropped
+
+    def drop_if_possible(self, now_ms: int, published: int) -> None:
+        """Drop after a publish: its messages are stored, whatever becomes of others."""
+        try:
+            self.drop_excess(now_ms, max(DROP_MESSAGES, published))
+        except PenstockError as error:
+            # A sweep tries again, and tells of it.
+            log.warning("queues are over their limits after a publish: %s", error)
 
     def _excess(self, queue: Queue, limit: int) -> list[Item]:
         """Return the oldest waiting messages that must go, up to a limit."""

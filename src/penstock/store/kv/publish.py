@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from penstock.errors import PenstockError
 from penstock.packing import metadata_head
 from penstock.store.codec.metadata import decode_heads
 from penstock.store.codec.opendata import PAYLOAD
-from penstock.store.kv.overflow import DROP_MESSAGES, OverflowVerbs
+from penstock.store.kv.overflow import OverflowVerbs
 from penstock.store.kv.state import verb
 from penstock.store.life import life, log_publish
 from penstock.store.live import Item, lane_of
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from penstock.engines import Batch
     from penstock.packing import Envelope, PackedMessage
     from penstock.store.kv.queues import Queue
-
-log = logging.getLogger(__name__)
 
 _log_row: Final = attrgetter("message_id", "metadata")
 
@@ -111,11 +107,7 @@ class PublishVerbs(OverflowVerbs):
         if life.level:
             log_publish([item.message_id for item in placed], taken)
         if self.overfull:
-            try:
-                self.drop_excess(now_ms, max(DROP_MESSAGES, len(messages)))
-            except PenstockError as error:
-                # The messages are stored; a sweep drops what is too much, and tells of this.
-                log.warning("queues are over their limits after a publish: %s", error)
+            self.drop_if_possible(now_ms, len(messages))
         return ids
 
     def place(

@@ -10,7 +10,7 @@ import pytest
 from penstock.clock import ManualClock
 from penstock.errors import InvalidInput, StoreMismatch
 from penstock.model import AssignStatus, Message
-from penstock.store import policy
+from penstock.store import filling
 from penstock.testing.suite.routed import Mode, RoutedSuite, made
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class SwitchingSuite(RoutedSuite):
     def test_a_switch_with_too_much_to_route_changes_nothing(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(policy, "SWITCH_OFFSETS", 10)
+        monkeypatch.setattr(filling, "SWITCH_OFFSETS", 10)
         self.begin("pipeline")
         self.broker.create_queue("q", filter="TRUE")
         ids = self.broker.publish([made()] * 11)
