@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Row = tuple[Any, ...]
+# By name, or those of a text with $1, $2 and so on.
+Parameters: TypeAlias = "Mapping[str, Any] | list[Any]"
 
 # A process that is stopped in the middle of a transaction must not stop the others for longer.
 IDLE_IN_TRANSACTION_MS: Final = 5_000
@@ -364,15 +366,16 @@ class Connection:
     # --- statements ------------------------------------------------------------------------
 
     def execute(
-        self, text: Any, parameters: Mapping[str, Any] | None = None, *, prepare: bool = False
+        self, text: Any, parameters: Parameters | None = None, *, prepare: bool = False
     ) -> list[Row]:
-        """Run any text and return its rows."""
+        """Run any text and return its rows; a list of parameters goes with ``$1`` and so on."""
         self.statements += 1
         if self.silence.left_s <= 0:
             raise ServerUnreachable(f"the database does not answer: {self._liveness.away}")
         try:
             # A text without parameters may hold many statements, which have no binary answer.
-            cursor = self.connect().execute(
+            kind = psycopg.RawCursor if isinstance(parameters, list) else psycopg.Cursor
+            cursor = kind(self.connect()).execute(
                 text,
                 parameters,
                 prepare=prepare and self._prepare,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from penstock.store.sql.connection import Row
+    from penstock.store.sql.connection import Parameters, Row
     from penstock.store.sql.location import SqlPlace
 
 T = TypeVar("T")
@@ -265,7 +265,8 @@ class Database:
         for array, encode in statement.arrays:
             if parameters[array] is not None:
                 parameters[array] = encode(parameters[array])
-        return self.execute(statement.text, parameters, prepare=statement.planned_once)
+        given = [parameters[each] for each in statement.order]
+        return self.execute(statement.numbered, given, prepare=statement.planned_once)
 
     def ask(self, name: str, /, **parameters: Any) -> list[Row]:
         """Run a statement that may be run twice; again if it was aborted or its answer was lost."""
@@ -276,9 +277,9 @@ class Database:
         return self._statements[name].parameters
 
     def execute(
-        self, text: Any, parameters: Mapping[str, Any] | None = None, *, prepare: bool = False
+        self, text: Any, parameters: Parameters | None = None, *, prepare: bool = False
     ) -> list[Row]:
-        """Run any text and return its rows."""
+        """Run any text and return its rows; a list of parameters goes with ``$1`` and so on."""
         with self.connection() as connection:
             return connection.execute(text, parameters, prepare=prepare)
 
@@ -360,12 +361,16 @@ def columns(rows: Iterable[Sequence[Any]], *names: str) -> dict[str, list[Any]]:
 class Statement(NamedTuple):
     """A statement: what it is for, its text for psycopg and its parameters.
 
+    ``numbered``: the text as the server takes it, with ``$1`` for the first of ``order``. psycopg
+    would make it anew at each call: it remembers no text of more than 4,096 characters.
     ``arrays``: the parameters that are arrays, with how to write them. ``planned_once``: the server
     may keep a plan that does not depend on the parameters.
     """
 
     purpose: str
     text: str
+    numbered: bytes
+    order: Sequence[str]
     parameters: frozenset[str]
     arrays: Sequence[tuple[str, Callable[[Sequence[Any]], bytes]]]
     planned_once: bool
@@ -389,15 +394,22 @@ def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
                 name, code = title.replace("{each}", word), body.replace("{each}", word)
                 if name in found:
                     raise ValueError(f"two statements are named {name}")
+                order = list(dict.fromkeys(_PARAMETER.findall(code)))
                 found[name] = Statement(
                     purpose.replace("{each}", word),
                     # Parameters go in binary: payloads are not to be spelt out.
                     _PARAMETER.sub(r"%(\1)b", code.replace("%", "%%")),
-                    frozenset(_PARAMETER.findall(code)),
+                    _numbered(code, order),
+                    order,
+                    frozenset(order),
                     [(each, ENCODERS[kind]) for each, kind in dict(_ARRAY.findall(code)).items()],
                     marks.get("plan") == "once",
                 )
     return found
+
+
+def _numbered(code: str, order: list[str]) -> bytes:
+    return _PARAMETER.sub(lambda named: f"${order.index(named[1]) + 1}", code).encode()
 
 
 def _code(lines: list[str]) -> str:
