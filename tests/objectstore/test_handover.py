@@ -143,6 +143,8 @@ def test_a_standby_reads_keys_and_certificate_again(
                 return request(address, "GET", "/metrics", token=token, tls=context).status
 
             assert status(first, before.context()) == 200
+            page = request(("127.0.0.1", ops), "GET", "/metrics").body
+            assert b'penstock_certificate_expiry_timestamp_seconds{file="certificate"}' in page
             # A page of another site is no operator.
             with socket.create_connection(("127.0.0.1", ops)) as browser:
                 browser.sendall(b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n")

@@ -13,8 +13,11 @@ from penstock.server.security import PageGuard
 from penstock.server.tls import ServerTls
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from penstock.server.config import Config
     from penstock.server.connections import Listener
+    from penstock.server.metrics import Gauge
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,14 @@ class Access:
         if listener == "ops":
             return PageGuard(host)
         return PageGuard(host, self._url) if self.keys is None else None
+
+    def gauges(self) -> Iterator[Gauge]:
+        """Give the gauges of keys and certificate; any thread may ask."""
+        about = "When the first certificate of a file expires."
+        yield "certificate_expiry_timestamp_seconds", about, self.tls.expiry, "file"
+        used = {} if self.keys is None else self.keys.former_used
+        about = "When the former secret of a key with two was last used; 0: not yet."
+        yield "key_former_secret_used_timestamp_seconds", about, used, "key"
 
     def reload(self) -> None:
         """Read keys and certificate again; a file that can't be used changes nothing."""

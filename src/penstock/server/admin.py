@@ -74,7 +74,7 @@ class Standby(Access):
         super().__init__(config)
         self.clock = SystemClock()
         self.metrics = Metrics()
-        self.metrics.role = "standby"
+        self.metrics.role, self.metrics.gauges = "standby", self.gauges
         self._has_metrics = config.metrics_enabled
         self._pages = Pages(cast("Server", self))
 

@@ -92,7 +92,8 @@ class Metrics:
         self._claim_waits: dict[str, Histogram] = {}
         self._refused: dict[str, dict[str, int]] = {name: {} for name in _REFUSED}
         self.refusals = Refusals(self.refused)
-        self._gauges: Callable[[], Iterable[Gauge]] = list
+        # Gives the gauges of the process when a page is made.
+        self.gauges: Callable[[], Iterable[Gauge]] = list
         self._broker: Broker | None = None
         self._seconds: Callable[[], float] = lambda: 0.0
         # The store's last figures, and when it gave them; nothing while it can't be asked.
@@ -149,15 +150,9 @@ class Metrics:
 
     # --- showing -----------------------------------------------------------------------------
 
-    def watch(
-        self,
-        broker: Broker,
-        *,
-        seconds: Callable[[], float],
-        gauges: Callable[[], Iterable[Gauge]] = list,
-    ) -> None:
-        """Show the state of a broker too, and the gauges that a server gives when it is asked."""
-        self._broker, self._seconds, self._gauges = broker, seconds, gauges
+    def watch(self, broker: Broker, *, seconds: Callable[[], float]) -> None:
+        """Show the state of a broker too."""
+        self._broker, self._seconds = broker, seconds
 
     def read_store(self) -> None:
         """Ask the store about every queue, for the pages to come; call it from a thread."""
@@ -193,7 +188,7 @@ class Metrics:
         yield _gauge("role", "1 for the role of this server, 0 for the others.", roles, "role")
         for name, about in _REFUSED.items():
             yield _counter(name, about, refused[name], "protocol")
-        for name, about, value, *label in self._gauges():
+        for name, about, value, *label in self.gauges():
             if label == ["queue"] and isinstance(value, dict):
                 yield _gauge(name, about, self.queues.grouped(value), *label)
             else:

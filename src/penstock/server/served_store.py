@@ -99,7 +99,8 @@ class Server(Access):
         self.batcher.backups = ServerBackups(self.config.store, self.config.backup_directory)
         self.batcher.note_claimed = self.metrics.queues.note_claimed
         self.batcher.audit = self.audit
-        self.metrics.watch(self.broker, seconds=self.clock.seconds, gauges=self.gauges)
+        self.metrics.gauges = self.gauges
+        self.metrics.watch(self.broker, seconds=self.clock.seconds)
         try:
             load_protocols(self.config)
             for name, (host, port) in self.config.addresses().items():
@@ -145,11 +146,7 @@ class Server(Access):
         yield "parked_claims", "Claims that wait for a message.", self.batcher.parked
         about = "Subscriptions of a queue, and claims that wait for its messages."
         yield "queue_consumers", about, self.batcher.consumers(), "queue"
-        about = "When the first certificate of a file expires."
-        yield "certificate_expiry_timestamp_seconds", about, self.tls.expiry, "file"
-        used = {} if self.keys is None else self.keys.former_used
-        about = "When the former secret of a key with two was last used; 0: not yet."
-        yield "key_former_secret_used_timestamp_seconds", about, used, "key"
+        yield from super().gauges()
         if self.batcher.backups.last_ms is not None:
             about = "When the last backup was made, in seconds since the epoch."
             yield "last_backup_timestamp_seconds", about, self.batcher.backups.last_ms / 1000
