@@ -34,7 +34,7 @@ class Key:
     def native(self) -> Any:
         return penstock.connect(self.server.location("native"), token=self.token)
 
-    def publish_rows(self, *payloads: bytes) -> None:
+    def publish_rows(self, *payloads: bytes, times: int = 1) -> None:
         attributes = [[("queue", "q")]] * len(payloads)
         kind = pa.map_(pa.string(), pa.string())
         batch = pa.RecordBatch.from_arrays(
@@ -42,7 +42,7 @@ class Key:
             ["payload", "attributes"],
         )
         store = FlightStore(self.server.location("flight"), token=self.token)
-        store.publish([batch], batch.schema)
+        store.publish([batch] * times, batch.schema)
 
     def sqs(self) -> Any:
         return boto3.client(
@@ -149,6 +149,17 @@ def test_a_key_keeps_to_its_rate_over_all_protocols(server: Server, keys: Path) 
         assert client.stats("q").available == 1_000
         # Others are not kept from publishing, nor this key from consuming.
         assert client.claim("q")
+
+
+def test_rows_that_are_too_fast_tell_how_many_were_published(server: Server, keys: Path) -> None:
+    key = key_of(server, keys, messages_per_second=1)
+    with key.native() as client:
+        client.create_queue("q")
+        with pytest.raises(LimitReached, match=r"=1\. 100 rows before were published; try again"):
+            key.publish_rows(*[b""] * 100, times=2)
+        assert client.stats("q").available == 100
+        with pytest.raises(LimitReached, match="Nothing was changed; try again"):
+            key.publish_rows(b"")
 
 
 def test_the_file_says_how_fast_a_key_is(keys: Path) -> None:

@@ -20,7 +20,7 @@ import pyarrow.flight as fl
 
 from penstock import limits
 from penstock.clock import SystemClock
-from penstock.errors import InvalidMessage, ServerUnreachable
+from penstock.errors import InvalidMessage, LimitReached, ServerUnreachable
 from penstock.flight import protocol
 from penstock.flight.location import TURN_SECONDS, locate, tls_trouble, turns
 from penstock.flight.protocol import Actions, FilledCounts, Published, SnapshotFacts, encode
@@ -36,6 +36,8 @@ _T = TypeVar("_T")
 BACKOFF_MS: Final = (100, 200, 400, 800, 1_600, 3_200, 3_200)
 _ROW: Final = re.compile(r"^row (\d+)")
 _BEFORE: Final = re.compile(r"\((\d+) rows before were published\)$")
+# The words of a limit that is reached; they are true of one call, not of those before it.
+_NOTHING: Final = "Nothing was changed"
 _SILENT: Final = ("Detail: TimedOut", "Detail: Unavailable", "Detail: Cancelled")
 # How often a read of the log goes on after the server went away, without a row in between.
 _TRIES: Final = 4
@@ -208,6 +210,9 @@ class FlightStore(Actions):
                 said = self._put(protocol.PublishCommand(), [batch], schema, again=again)
             except InvalidMessage as error:
                 raise _renumbered(error, published) from None
+            except LimitReached as error:
+                before = f"{published} rows before were published" if published else _NOTHING
+                raise LimitReached(str(error).replace(_NOTHING, before)) from None
             one = msgspec.json.decode(said, type=Published)
             published, duplicates = published + one.published, duplicates + one.duplicates
         return Published(published, duplicates)
