@@ -80,6 +80,7 @@ def metrics() -> str:
     with tempfile.TemporaryDirectory() as place:
         settings: dict[str, Any] = {"native": "127.0.0.1:0", "backup_directory": place}
         with running(f"rocksdb:{place}/store", **settings) as server:
+            server.batcher.backups.look()
             server.metrics.read_store()
             families = list(server.metrics.registry.collect())
     rows = sorted(map(_metric, families), key=lambda row: (row[2] != "", row[0]))
