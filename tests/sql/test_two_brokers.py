@@ -372,3 +372,33 @@ def test_a_page_matched_by_filters_that_another_has_changed(url: str) -> None:
     assert [d.message_id for d in first.claim("q", limit=9)] == ids[1:]
     for broker in two.brokers:
         broker.close()
+
+
+def test_a_queue_that_is_made_again_is_not_removed_in_place_of_the_drained_one(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two.brokers
+    first.create_queue("q")
+    first.send("q", b"old")
+    held = receipts(first.claim("q"))
+    first.delete_queue("q", drain=True)
+    second.queues()
+    first.ack(held)
+    store: Any = second._store
+    has_live = store._has_live
+
+    def make_again(*args: Any) -> bool:
+        monkeypatch.setattr(store, "_has_live", has_live)
+        found: bool = has_live(*args)
+        # The other process has removed the queue meanwhile, and somebody has made it anew.
+        two.advance(10)
+        first.sweep()
+        first.create_queue("q")
+        first.send("q", b"new")
+        first.ack(receipts(first.claim("q")))
+        return found
+
+    monkeypatch.setattr(store, "_has_live", make_again)
+    second.sweep()
+    assert store._has_live == has_live
+    assert first.stats("q").done == second.stats("q").done == 1

@@ -144,7 +144,7 @@ class SqlQueues(SqlMove, SqlRouting):
             if queue is None or not database.run("lock_queue", number=queue.number):
                 return None, 0
             # No message can come any more, but a claim may end: its message is done or failed then.
-            if drained and self._has_live(queue, now_ms):
+            if drained and (not queue.coverage.draining or self._has_live(queue, now_ms)):
                 return None, 0
             # Before the rest, as every transaction locks them.
             self.changed(now_ms, filters_from=end)
@@ -194,8 +194,10 @@ class SqlQueues(SqlMove, SqlRouting):
                 ended = (State.DONE, State.FAILED)
                 with suppress(QueueNotFound):
                     if removed < budget:
-                        room = budget - removed
-                        removed += self.purge(queue.name, ended, now_ms, limit=room)
+                        made_ms, room = queue.spec.created_at_ms, budget - removed
+                        removed += self.purge(
+                            queue.name, ended, now_ms, limit=room, created_at_ms=made_ms
+                        )
                     if removed < budget:
                         removed += self._delete(queue.name, now_ms, drained=True)
         return removed
@@ -219,8 +221,8 @@ class SqlQueues(SqlMove, SqlRouting):
     ) -> int:
         """Remove messages in one of the states, up to a limit; return how many.
 
-        ``before``: only done or failed ones whose sequence number is below it, and none if the
-        queue was not made at ``created_at_ms``. ``message_ids``: only those, which have failed.
+        ``before``: only done or failed ones whose sequence number is below it. None if the queue
+        was not made at ``created_at_ms``. ``message_ids``: only those, which have failed.
         """
         # Another process may have made the queue again, under another number.
         self.refresh()
