@@ -13,7 +13,7 @@
     ├── QueueExists           create of a queue that is there with other settings
     ├── BrokerClosed          a verb after close()
     ├── NotAllowed            a server that wants a key, or a key that may not do this
-    ├── LimitReached          a limit that was set for a queue or a key; nothing was changed
+    ├── LimitReached          a limit that was set for a queue or a key
     ├── StoreLocked           another process owns the directory (the message names it)
     ├── StoreMismatch         the directory holds something else, or a newer format
     ├── CorruptRecord         a record that does not decode (quarantined where it was met)
