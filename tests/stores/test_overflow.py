@@ -10,8 +10,10 @@ from tests.stores.failing import make_engine, open_on
 
 import penstock
 from penstock import ManualClock, Message
+from penstock.broker.requests import Joint, Publish
 from penstock.engines import rows_of
 from penstock.errors import StorageFailed, StoreDamaged
+from penstock.packing import pack_messages
 from penstock.salvage import salvage
 from penstock.store.check_report import Kind
 from penstock.store.kv.store import KvStore
@@ -100,6 +102,21 @@ def test_a_refused_publish_leaves_memory_alone(url: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(store_of(broker), "load", load)
         with pytest.raises(penstock.LimitReached):
             broker.publish(messages(1))
+
+
+def test_of_joint_publishes_only_those_without_room_are_refused(url: str) -> None:
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q", max_messages=3)
+        broker.create_queue("other")
+        publishes = [
+            Publish(pack_messages([Message(b"%d" % number, {"queue": queue})] * count), None)
+            for number, (queue, count) in enumerate([("q", 2), ("q", 2), ("other", 5), ("q", 1)])
+        ]
+        broker.begin(Joint(publishes=publishes))
+        assert [len(each.answer) for each in publishes] == [2, 0, 5, 1]
+        assert [type(each.error) for each in publishes if each.error] == [penstock.LimitReached]
+        assert [each.payload for each in broker.claim("q", limit=9)] == [b"0", b"0", b"3"]
+        assert broker.stats("other").available == 5
 
 
 def test_a_check_counts_the_bytes_again(url: str) -> None:

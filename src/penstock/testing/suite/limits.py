@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.broker.requests import Joint, Publish
 from penstock.broker.tailer import route_once
 from penstock.errors import InvalidQueue, LimitReached
 from penstock.model import Message
-from penstock.packing import pack_messages
 from penstock.testing.checking import assert_clean
 from penstock.testing.suite.base import Suite, message, receipts_of
 
@@ -114,19 +112,6 @@ class LimitSuite(Suite):
         self.broker.purge("q")
         self.put(b"2", dedup_id="a")
         assert self.payloads("available") == [b"2"]
-
-    def test_of_joint_publishes_only_those_without_room_are_refused(self) -> None:
-        broker = self.start(max_messages=3)
-        broker.create_queue("other")
-        publishes = [
-            Publish(pack_messages([message(b"%d" % number, queue=queue)] * count), None)
-            for number, (queue, count) in enumerate([("q", 2), ("q", 2), ("other", 5), ("q", 1)])
-        ]
-        broker.begin(Joint(publishes=publishes))
-        assert [len(each.answer) for each in publishes] == [2, 0, 5, 1]
-        assert [type(each.error) for each in publishes if each.error] == [LimitReached]
-        assert self.payloads("available") == [b"0", b"0", b"3"]
-        assert self.depth("other") == (5, 0, 0, 0, 0)
 
     def test_send_is_refused_too(self) -> None:
         self.start(max_messages=1).send("q", b"1")
