@@ -282,6 +282,30 @@ def test_a_reader_does_not_take_another_for_a_publish(url: str, place: Place) ->
 # --- hostile input --------------------------------------------------------------------------------
 
 
+def test_a_reader_of_an_empty_log_misses_no_first_publish(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread publishes, and knows the new end, right after the segments were read."""
+    with penstock.open(url, background=False, clock=ManualClock()) as broker:
+        broker.create_queue("q")
+        store = core_of(broker)
+        read = store._segments
+        published: list[int] = []
+
+        def reading() -> Any:
+            found = read()
+            if not published:
+                published.extend(broker.publish([to_q(group_of(0))]))
+                store.reach_end()
+            return found
+
+        monkeypatch.setattr(store, "_segments", reading)
+        first = broker.read_log(0, begin=0)
+        then = broker.read_log(0, begin=first.cursor.end)
+        seen = [record.message_id for page in (first, then) for record in page.records]
+        assert seen == published
+
+
 def test_long_scopes_and_dedup_ids_are_told_apart(url: str) -> None:
     with penstock.open(url, background=False) as broker:
         scopes = [

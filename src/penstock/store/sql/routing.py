@@ -75,13 +75,17 @@ class SqlRouting(SqlPublish):
     def log_stats(self) -> LogStats:
         """Describe the log."""
         self.reach_end()
-        return self._log()
+        return self._log(self.head, self._segments())
 
-    def _log(self, segments: Rows | None = None) -> LogStats:
+    def _log(self, head: LogHead, segments: Rows) -> LogStats:
+        """Describe the log by a head and by segments that were read after it.
+
+        Without segments the log begins at its end: one that is known later may be behind messages
+        that were published meanwhile.
+        """
         cursors = self.database.run("load_cursors")
-        segments = self._segments() if segments is None else segments
         epoch = self.database.run("load_epoch")[0][0]
-        return describe_log(self.routing, self.head, self.settings, segments, cursors, epoch)
+        return describe_log(self.routing, head, self.settings, segments, cursors, epoch)
 
     def _segments(self) -> Rows:
         """Return number, first offset and first time of each segment."""
@@ -89,14 +93,14 @@ class SqlRouting(SqlPublish):
 
     def earliest(self) -> int:
         """Return the lowest offset that is kept."""
-        segments = self._segments()
-        return int(segments[0][1]) if segments else self.head.end
+        head, segments = self.head, self._segments()
+        return int(segments[0][1]) if segments else head.end
 
     def routed_up_to(self) -> int:
         """Return the offset below which every message has been routed."""
         if self.routing == "inline":
             return self.head.end
-        return self._log().routed_up_to
+        return self._log(self.head, self._segments()).routed_up_to
 
     def _logs(self) -> list[int]:
         return list(range(max(count for _, count in self.settings.changes)))
@@ -104,14 +108,14 @@ class SqlRouting(SqlPublish):
     def offset_at(self, time_ms: int) -> int:
         """Return an offset at or before the first message of that time."""
         self.reach_end()
-        segments = self._segments()
-        begin = segments[0][1] if segments else self.head.end
+        head, segments = self.head, self._segments()
+        begin = segments[0][1] if segments else head.end
         for _, start_offset, start_ms in segments:
             if start_ms <= time_ms:
                 begin = start_offset
         told = {"logs": self._logs(), "earliest": begin, "time_ms": time_ms}
         found = self.database.run("offset_at", **told)[0][0]
-        return self.head.end if found is None else int(found)
+        return head.end if found is None else int(found)
 
     # --- tailing -------------------------------------------------------------------------
 
@@ -124,8 +128,8 @@ class SqlRouting(SqlPublish):
         """
         self.reach_end()
         policy.check_log(log, len(self._logs()))
-        segments = self._segments()
-        stats = self._log(segments)
+        head, segments = self.head, self._segments()
+        stats = self._log(head, segments)
         # Before the filters: another thread may find them changed meanwhile.
         filters_version = self.head.filters_version
         begin = max(stats.cursors[log] if begin is None else begin, stats.earliest)
@@ -251,7 +255,7 @@ class SqlRouting(SqlPublish):
         self.reach_end()
         policy.check_pipeline(self.routing)
         filters_version = self.head.filters_version
-        stats = self._log()
+        stats = self._log(self.head, self._segments())
         stretches = filling.route_stretches(
             stats.cursors,
             stats.end,
@@ -292,7 +296,7 @@ class SqlRouting(SqlPublish):
         self.reload()
         self.reach_end()
         queue = self.queue(queue_name)
-        stats = self._log()
+        stats = self._log(self.head, self._segments())
         end = min(end, stats.routed_up_to)
         return filling.backfill_plan(
             queue.spec, queue.coverage, begin, end, stats.earliest, archived=archived
