@@ -100,7 +100,7 @@ def test_a_store_is_not_copied_over(places: Places, kind: str) -> None:
     for url in (source, target):
         with penstock.open(url, background=False) as broker:
             fill(broker)
-    with pytest.raises(StoreMismatch, match="holds a store: a copy goes to where nothing is"):
+    with pytest.raises(StoreMismatch, match="holds a store already: name an empty place"):
         copy(source, target)
     with penstock.open(target, background=False, create=False) as broker:
         assert broker.check().violations == []
@@ -270,4 +270,4 @@ def test_the_command_says_what_it_does(places: Places) -> None:
     assert "copying: " in ended.output
     again = CliRunner().invoke(cli, ["copy", source, target])
     assert again.exit_code == 1
-    assert "goes to where nothing is" in again.output
+    assert "name an empty place" in again.output

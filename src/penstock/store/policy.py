@@ -125,7 +125,7 @@ def check_routing(place: str, routing: str, wanted: str | None) -> None:
         if routing == wanted:
             return
         if wanted == COPYING:
-            raise StoreMismatch(f"{place} holds a store: a copy goes to where nothing is")
+            raise StoreMismatch("the target holds a store already: name an empty place for a copy")
         raise StoreMismatch(
             f"{place} is the target of a copy that has not come to its end: the same 'penstock "
             "copy' again goes on; or remove it"

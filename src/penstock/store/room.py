@@ -43,7 +43,7 @@ def check_room(
         if more > limit:
             hint = f"so many at once never fit: send fewer, or raise the limit; {hint}"
         # A verb that goes in steps may have brought others in before.
-        came = f"None of these {messages} messages came in"
+        came = f"None of {messages} came in" if messages > 1 else "The message did not come in"
         raise LimitReached(f"queue {spec.name!r} is full: {why}. {came}; {hint}")
 
 
