@@ -73,7 +73,7 @@ class Envelope:
         self.priority = priority
         self.delay_ms = delay_ms
         self.attributes = attributes
-        # What a store writes before and after the size of a payload.
+        # The bytes that a store writes before and after the size of a payload.
         self._before = _encode(group) + _encode(priority)
         # Behind the head of the array.
         self._after = packed[1 + len(self._before) :]

@@ -119,7 +119,7 @@ class VerbTimes:
 
 
 def _family() -> Any:
-    # Who has a registry has the library.
+    # The caller that has a registry has the library.
     from prometheus_client.core import HistogramMetricFamily  # noqa: PLC0415 - of an extra
 
     about = "Calls of the broker's verbs, by how long they took."

@@ -307,7 +307,7 @@ class Transport(asyncio.Protocol):
             if (refusal := _refusal(self._address, error)) is None:
                 connection.lost(why, self.now_ms())
             elif not new:
-                # What has been right once may be so again.
+                # A key and a certificate that were right once may be so again.
                 connection.lost(str(refusal), self.now_ms())
             else:
                 self._refuse(refusal)

@@ -62,7 +62,7 @@ _MOST_MS: Final = {"create": MAX_BACKUP_MS, "prune": MAX_PRUNE_MS}
 _ROWS: Final = "compacted/"
 # An owner of a store on object storage may remove objects of its log before they are copied.
 _ATTEMPTS: Final = 5
-# What is held in memory of a file on its way.
+# The most bytes of a file on its way that are held in memory.
 _SPOOL_BYTES: Final = 16 << 20
 
 _checkpointing = threading.Lock()

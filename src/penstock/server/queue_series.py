@@ -140,7 +140,7 @@ class QueueSeries:
 
     def _add_others(self, rest: list[QueueStats], present: set[str]) -> None:
         """Add what has happened to the other queues since the last look."""
-        # Those of the first look have a past that this process does not know.
+        # Queues of the first look have a past that this process does not know.
         first, before = self._seen is None, self._seen or {}
         nothing = (0,) * len(TOTALS)
         # A queue that can't be read now may be again.

@@ -93,8 +93,8 @@ class MetadataLog:
         self._quarantine = quarantine
         self.first_keys = FirstKeys(table)
         self.ids = SeqBlocks(table, opendata.SEQ_BLOCK_KEY, first=1)
-        # Whose turn it is to get messages without a group; a store that is opened for one publish
-        # each time begins at another log each time.
+        # The turn of the logs to get messages without a group; a store that is opened for one
+        # publish each time begins at another log each time.
         self._turn = crc32(self.ids.next.to_bytes(8, "big"))
         record = self._table.get(_SETTINGS)
         try:

@@ -71,7 +71,7 @@ class OverflowVerbs(Core):
                 self.active.damage[queue.number] = error.anew()
                 items = []
             if not items:
-                # What is left is in flight, or can't be read.
+                # The messages left are in flight, or can't be read.
                 self.overfull.discard(queue.number)
                 continue
             batch = self.begin()

@@ -65,7 +65,7 @@ class SqlOverflow(SqlSession):
                 count, load = self.change(partial(self._drop, queue, some, now_ms))  # noqa: PLW2901
                 dropped += count
                 if not count:
-                    # What is left is in flight.
+                    # The messages left are in flight.
                     break
         return dropped
 

@@ -111,7 +111,7 @@ class SqlSession:
         self.memory = threading.Lock()
         self._stamps = count(1)
         self.turns = 0
-        # Whose turn it is to get messages without a group. Processes begin at different logs.
+        # The log that is next to get messages without a group. Processes begin at different ones.
         self.log_turns = count(int.from_bytes(self.process_id[:2], "big"))
         self.stale_receipts = 0
         self.progress = Progress()
