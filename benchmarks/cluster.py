@@ -528,9 +528,9 @@ INSERT INTO penstock.pointers SELECT %(queue)s, 0, zone, %(never_ms)s, 0, NULL F
 
 def plan_of(core: SqlStore, statement: str, **parameters: Any) -> tuple[int, int]:
     """Have a statement explained while it runs: rows that its scans gave, blocks it touched."""
-    text = core.database._statements[statement].text  # noqa: SLF001
+    found = core.database._statements[statement]  # noqa: SLF001
     explained = core.database.execute(
-        f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {text}", parameters
+        b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + found.text, found.values(parameters)
     )[0][0]
     rows = 0
     todo = [explained[0]["Plan"]]

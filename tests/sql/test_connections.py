@@ -302,7 +302,7 @@ def test_the_look_after_a_lost_answer_is_repeated(
 ) -> None:
     still.send("q", b"")
     (delivery,) = still.claim("q")
-    losing = Losing(monkeypatch, postgres, still, "ack", "find_ended")
+    losing = Losing(monkeypatch, postgres, still, "ack_lease", "find_ended")
     (outcome,) = still.ack([delivery.receipt])
     assert outcome.status == "done"
     assert not losing.left

@@ -290,11 +290,11 @@ def test_a_publish_whose_answer_is_lost_while_queues_change(
 ) -> None:
     with penstock.open(url, background=False, clock=ManualClock(seed=1)) as other:
         other.queues()
-        cut = Cut(broker, postgres, "publish_free")
+        cut = Cut(broker, postgres, "publish_one")
         lose = cut._lose
 
         def changed(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
-            if name == "publish_free" and not cut.times:
+            if name == "publish_one" and not cut.times:
                 try:
                     return lose(name, **parameters)
                 finally:
@@ -317,7 +317,7 @@ def test_a_publish_that_is_repeated_does_not_trust_what_it_knew(
     tries: list[str] = []
 
     def late(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
-        if name == "publish_free" and not tries:
+        if name == "publish_one" and not tries:
             # Somebody else empties the zone while the connection is lost, and looks at it again.
             tries.append(name)
             clock = ManualClock(seed=1)
@@ -361,7 +361,7 @@ def test_a_drain_that_fails_half_way_takes_nothing_more(
 
 def test_an_ack_whose_answer_is_lost_was_an_ack(broker: Broker, postgres: PostgresServer) -> None:
     (delivery,) = broker.claim("q")
-    with Cut(broker, postgres, "ack") as cut:
+    with Cut(broker, postgres, "ack_lease") as cut:
         (outcome,) = broker.ack([delivery.receipt])
     assert cut.times == 1
     assert outcome.status == "done"

@@ -13,6 +13,7 @@ from psycopg import sql
 
 import penstock
 from penstock import ManualClock, Message
+from penstock.model import LeaseRequest
 from penstock.store.codec.metadata import Metadata, encode_metadata
 from penstock.store.sql.database import statements_of
 from penstock.store.sql.store import SqlStore
@@ -66,8 +67,9 @@ def test_hot_statements_go_by_their_indexes(url: str, known: str) -> None:
             if name in documented() and not store.database._verb.in_transaction:
                 with suppress(UndoneError), store.database.transaction():
                     store.database.execute("SET LOCAL plan_cache_mode = force_generic_plan")
-                    text = f"EXPLAIN (ANALYZE, FORMAT JSON) {statements[name].text}"
-                    plan = store.database.execute(text, parameters)[0][0][0]["Plan"]
+                    text = b"EXPLAIN (ANALYZE, FORMAT JSON) " + statements[name].text
+                    values = statements[name].values(parameters)
+                    plan = store.database.execute(text, values)[0][0][0]["Plan"]
                     found.setdefault(name, set()).update(_indexes(name, plan))
                     raise UndoneError
             return run(name, **parameters)
@@ -92,8 +94,9 @@ def test_hot_statements_go_by_their_indexes(url: str, known: str) -> None:
             assert len(receipts) == 15
             broker.extend(receipts[:5], lease_ms=50_000)
             broker.extend(taken[-1].lease, lease_ms=50_000)
-            broker.ack(receipts[:5])
-            broker.release(receipts[5:10], delay_ms=0)
+            broker.ack(receipts[:3])
+            broker.ack(receipts[3:6])
+            broker.release(receipts[6:11], delay_ms=0)
             clock.advance(100_000)
             broker.sweep()
         broker.publish([Message(b"x", {"queue": "q"})])
@@ -103,6 +106,8 @@ def test_hot_statements_go_by_their_indexes(url: str, known: str) -> None:
         store.database.execute(later)
         for _ in range(2):
             assert len(broker.claim("q", limit=5)) == 5
+        wants = [LeaseRequest(2, 60_000, "", clock.lease_id()) for _ in range(2)]
+        assert [len(each) for each in store.claim("q", wants, clock.now_ms())] == [2, 2]
     assert found == documented()
 
 
@@ -131,5 +136,5 @@ def test_no_statement_changes_a_table_twice() -> None:
         r"(?:INSERT INTO|DELETE FROM|(?<!FOR )(?<!DO )UPDATE(?! OF| SKIP| SET)) (\w+)"
     )
     for name, statement in statements_of("cockroachdb").items():
-        changed = change.findall(statement.text)
+        changed = change.findall(statement.text.decode())
         assert len(changed) == len(set(changed)), (name, changed)

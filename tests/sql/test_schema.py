@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 import penstock
@@ -28,7 +29,6 @@ from penstock.store.sql.store import SqlStore
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import psycopg
     from tests.sql.postgres import PostgresServer
 
 SOURCE = Path(database.__file__).parent
@@ -383,10 +383,10 @@ def test_a_statement_of_one_dialect() -> None:
     text = "-- name: a\n-- what it is\nSELECT :x::int;\n"
     other = "-- name: b\n-- dialect: cockroachdb\n-- another\nSELECT 2;\n"
     (found,) = parse_statements(text + other, "postgresql").values()
-    assert (found.text, found.purpose) == ("SELECT %(x)b::int", "what it is")
+    assert (found.text, found.purpose) == (b"SELECT $1::int", "what it is")
     both = parse_statements(text + other, "cockroachdb")
     assert both["a"] == found
-    assert (both["b"].text, both["b"].purpose) == ("SELECT 2", "another")
+    assert (both["b"].text, both["b"].purpose) == (b"SELECT 2", "another")
     with pytest.raises(ValueError, match="two statements"):
         parse_statements(text + text, "postgresql")
 
@@ -412,8 +412,9 @@ def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def test_what_is_asked_all_the_time_does_not_read_everything(
     many: psycopg.Connection[Any], name: str, parameters: dict[str, Any]
 ) -> None:
-    text = statements_of("postgresql")[name].text
-    (row,) = many.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {text}", parameters).fetchall()
+    statement = statements_of("postgresql")[name]
+    text = b"EXPLAIN (ANALYZE, FORMAT JSON) " + statement.text
+    (row,) = psycopg.RawCursor(many).execute(text, statement.values(parameters)).fetchall()
     for node in nodes(row[0][0]["Plan"]):
         removed = sum(node.get(f"Rows Removed by {why}", 0) for why in ("Filter", "Index Recheck"))
         assert (node["Actual Rows"] + removed) * node["Actual Loops"] < 10_000, node

@@ -63,7 +63,9 @@ class TestServedWhole(_Served, OnPostgres, BrokerConformance):
 
 @pytest.mark.soak
 class TestServedRouting(_Served, OnPostgres, RoutingConformance):
-    pass
+    """The suite begins with one log, and changes the number."""
+
+    options = "?logs=1"
 
 
 def test_messages_are_pushed(url: str) -> None:

@@ -457,13 +457,13 @@ def test_a_pointer_that_changes_while_the_visit_begins_is_passed_by(
     store.put("a", "a")
     store.query("CREATE TABLE gate (one integer); INSERT INTO gate VALUES (1)")
     told = visit_parameters(store, b"a") | {"queue": store.core.queue("r").number}
-    text = store.core.database._statements[name].text
-    gated = text.replace(
-        "WHERE q.vesting_ms <=",
-        "WHERE (SELECT max(one) FROM (SELECT one FROM gate FOR UPDATE) g) = 1 AND q.vesting_ms <=",
+    statement = store.core.database._statements[name]
+    gated = statement.text.replace(
+        b"WHERE q.vesting_ms <=",
+        b"WHERE (SELECT max(one) FROM (SELECT one FROM gate FOR UPDATE) g) = 1 AND q.vesting_ms <=",
         1,
     )
-    assert gated != text
+    assert gated != statement.text
 
     waiting = """
         SELECT 1 FROM pg_stat_activity
@@ -472,7 +472,7 @@ def test_a_pointer_that_changes_while_the_visit_begins_is_passed_by(
     with ThreadPoolExecutor(1) as pool:
         with other.core.database.transaction():
             other.query("SELECT one FROM gate FOR UPDATE")
-            visiting = pool.submit(store.core.database.execute, gated, told)
+            visiting = pool.submit(store.core.database.execute, gated, statement.values(told))
             wait_until(lambda: third.query(waiting), why="the visit does not wait at the gate")
             third.query("UPDATE pointers SET lease_id = 'somebody'")
         assert visiting.result(timeout=60) == []
@@ -611,8 +611,9 @@ def test_a_visit_finds_pointers_by_their_zone(store: Store, ordering: str) -> No
     store.query("ANALYZE; SET plan_cache_mode = force_generic_plan")
     name = "visit_fifo" if ordering == "fifo" else "visit"
     told = visit_parameters(store, b"a") | {"queue": store.core.queue("r").number}
-    text = database._statements[name].text
-    todo = [database.execute(f"EXPLAIN (FORMAT JSON) {text}", told)[0][0][0]["Plan"]]
+    statement = database._statements[name]
+    text = b"EXPLAIN (FORMAT JSON) " + statement.text
+    todo = [database.execute(text, statement.values(told))[0][0][0]["Plan"]]
     looked = 0
     while todo:
         node = todo.pop()

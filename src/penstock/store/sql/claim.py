@@ -96,6 +96,10 @@ class ClaimPace:
 
 # A zone, its token, and whether it is known to have more to give than it is asked for.
 Place = tuple[bytes, int, bool]
+# The lane of a zone that gives items, and the time from which on it has some. Unknown after a look:
+# items that come late have an earlier time.
+Position = tuple[int | None, int]
+UNKNOWN: Final[Position] = (None, -1)
 
 
 class VestedZones:
@@ -113,7 +117,7 @@ class VestedZones:
         # Zone -> token.
         self._zones: OrderedDict[bytes, int] = OrderedDict()
         # Zones that had more to give than they were asked for, the last seen of them.
-        self._deep: OrderedDict[bytes, None] = OrderedDict()
+        self._deep: OrderedDict[bytes, Position] = OrderedDict()
         # Whether there are no others, or where the next look begins.
         self.whole = False
         self.after = START
@@ -136,7 +140,13 @@ class VestedZones:
             for zone, token in tokens.items():
                 self._zones.setdefault(zone, token)
             self._left = left
+            self._deep = OrderedDict.fromkeys(self._deep, UNKNOWN)
             return bool(self._zones)
+
+    def positions(self, zones: Sequence[Place]) -> list[Position]:
+        """Return where the items of deep zones begin."""
+        with self._lock:
+            return [self._deep.get(zone, UNKNOWN) for zone, _, _ in zones]
 
     def seen(self) -> tuple[list[bytes], int]:
         """Return the zones that are known, and when all were last looked at."""
@@ -160,13 +170,13 @@ class VestedZones:
             places = islice(self._zones.items(), count)
             return [(zone, token, zone in self._deep) for zone, token in places], len(self._zones)
 
-    def served(self, zone: bytes, token: int, *, more: bool) -> None:
+    def served(self, zone: bytes, token: int, *, more: bool, position: Position = UNKNOWN) -> None:
         """Take a zone from its place; it goes behind the others if it has more to give."""
         with self._lock:
             self._zones.pop(zone, None)
             self._deep.pop(zone, None)
             if more:
-                self._deep[zone] = None
+                self._deep[zone] = position
                 if self.whole:
                     self._zones[zone] = token
             if len(self._deep) > KNOWN_MAX:
@@ -334,13 +344,23 @@ class SqlClaim(SqlQueues):
             min(quota_max, (room + len(zones) - 1 - at) // len(zones)) for at in range(len(zones))
         ]
         all_known, since_ms = known.seen()
+        wants = self._wants(claims)
+        one = claims[0] if len(claims) == 1 else None
+        if one is not None:
+            wants = {
+                "lease": one.lease,
+                "deadline_ms": one.deadline_ms,
+                "consumer": one.consumer,
+                "room_bytes": limits.MAX_CLAIM_BYTES - one.bytes,
+            }
         found = self.database.do(
             lambda: self.database.run(
-                "take",
+                "take_one" if one is not None else "take",
                 queue=queue.number,
                 zones=[zone for zone, _, _ in zones],
                 quotas=quotas,
-                **self._wants(claims),
+                **columns(known.positions(zones), "ranks", "froms"),
+                **wants,
                 tokens=list(range(self.ring_high)),
                 known=all_known,
                 since_ms=since_ms,
@@ -350,19 +370,21 @@ class SqlClaim(SqlQueues):
             )
         )
         self.progress.commits += 1
-        rows = [row[:-1] for row in found if row[0]]
+        rows = [row for row in found if row[0]]
         # Before those that are taken from take their places behind the others.
         for nth, token, _, _, zone, *_ in found:
             if not nth:
                 known.add(zone, token)
         given = Counter(row[0] for row in rows)
+        # The last item of each zone.
+        positions: dict[int, Position] = {row[0]: (row[8], row[7]) for row in rows}
         for at, (zone, token, _) in enumerate(zones):
             if given[at + 1] == quotas[at]:
-                known.served(zone, token, more=True)
+                known.served(zone, token, more=True, position=positions[at + 1])
             else:
                 # A visit is to see to its pointer.
                 known.gave_less(zone)
-        self._deliver(queue, claims, [row[2:] for row in rows], now_ms)
+        self._deliver(queue, claims, [row[2:8] for row in rows], now_ms)
         if rows and rows[0][1]:
             self.expire(now_ms, CATCH_UP_BUDGET, queue)
 

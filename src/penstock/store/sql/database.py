@@ -28,7 +28,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import takewhile
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from psycopg import sql
 
@@ -39,6 +39,7 @@ from penstock.store.sql.connection import TICK_S, Aborted, Connection, Liveness,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     import psycopg
 
@@ -259,27 +260,24 @@ class Database:
     def run(self, name: str, /, **parameters: Any) -> list[Row]:
         """Run a statement and return its rows."""
         statement = self._statements[name]
-        assert parameters.keys() == statement.parameters, (
-            f"{name}: {parameters.keys() ^ statement.parameters}"
-        )
-        for array, encode in statement.arrays:
-            if parameters[array] is not None:
-                parameters[array] = encode(parameters[array])
-        given = [parameters[each] for each in statement.order]
-        return self.execute(statement.numbered, given, prepare=statement.planned_once)
+        values = statement.values(parameters)
+        return self.execute(statement.text, values, prepare=statement.planned_once)
 
     def ask(self, name: str, /, **parameters: Any) -> list[Row]:
         """Run a statement that may be run twice; again if it was aborted or its answer was lost."""
         return self.do(lambda: self.run(name, **parameters), again=True)
 
-    def parameters(self, name: str) -> frozenset[str]:
-        """Return the parameters of a statement."""
-        return self._statements[name].parameters
+    def parameters(self, name: str) -> AbstractSet[str]:
+        """Return the names of a statement's parameters."""
+        return self._statements[name].parameters.keys()
 
     def execute(
         self, text: Any, parameters: Parameters | None = None, *, prepare: bool = False
     ) -> list[Row]:
         """Run any text and return its rows; a list of parameters goes with ``$1`` and so on."""
+        held = self._verb.connection
+        if held is not None:
+            return held.execute(text, parameters, prepare=prepare)
         with self.connection() as connection:
             return connection.execute(text, parameters, prepare=prepare)
 
@@ -312,8 +310,11 @@ class Database:
 
         ``again``: also if the connection was lost, because doing it twice does no harm.
         """
-        if self._verb.in_transaction:
+        verb = self._verb
+        if verb.in_transaction:
             return work()
+        if verb.connection is not None:
+            return self._repeat(work, verb.connection, again=again)
         with self.connection() as connection:
             return self._repeat(work, connection, again=again)
 
@@ -349,31 +350,40 @@ class Database:
         raise AssertionError("the loop ends by itself")
 
 
-def columns(rows: Iterable[Sequence[Any]], *names: str) -> dict[str, list[Any]]:
+def columns(rows: Iterable[Sequence[Any]], *names: str) -> dict[str, Sequence[Any]]:
     """Return rows as named columns, as statements take them."""
-    held = list(rows)
-    return {name: [row[at] for row in held] for at, name in enumerate(names)}
+    held = tuple(zip(*rows, strict=True))
+    # Rows may have more columns than are named.
+    return dict(zip(names, held or ((),) * len(names), strict=False))
 
 
 # --- statements ----------------------------------------------------------------------------------
 
 
-class Statement(NamedTuple):
-    """A statement: what it is for, its text for psycopg and its parameters.
+Encoder: TypeAlias = "Callable[[Sequence[Any]], bytes]"
 
-    ``numbered``: the text as the server takes it, with ``$1`` for the first of ``order``. psycopg
-    would make it anew at each call: it remembers no text of more than 4,096 characters.
-    ``arrays``: the parameters that are arrays, with how to write them. ``planned_once``: the server
-    may keep a plan that does not depend on the parameters.
+
+class Statement(NamedTuple):
+    """A statement: what it is for, its text with ``$1`` and so on, and its parameters in order.
+
+    ``parameters``: with each name the way to write it, if it is an array. ``planned_once``: the
+    server may keep a plan that does not depend on the parameters.
     """
 
     purpose: str
-    text: str
-    numbered: bytes
-    order: Sequence[str]
-    parameters: frozenset[str]
-    arrays: Sequence[tuple[str, Callable[[Sequence[Any]], bytes]]]
+    text: bytes
+    parameters: Mapping[str, Encoder | None]
     planned_once: bool
+
+    def values(self, given: Mapping[str, Any]) -> list[Any]:
+        """Return the values of all parameters as the driver takes them."""
+        # One that is missing is a KeyError below.
+        assert len(given) == len(self.parameters), given.keys() ^ self.parameters.keys()
+        return [
+            value if encode is None or value is None else encode(value)
+            for name, encode in self.parameters.items()
+            for value in (given[name],)
+        ]
 
 
 def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
@@ -394,21 +404,19 @@ def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
                 name, code = title.replace("{each}", word), body.replace("{each}", word)
                 if name in found:
                     raise ValueError(f"two statements are named {name}")
-                order = list(dict.fromkeys(_PARAMETER.findall(code)))
+                parameters: dict[str, Encoder | None] = dict.fromkeys(_PARAMETER.findall(code))
+                parameters |= {each: ENCODERS[kind] for each, kind in _ARRAY.findall(code)}
                 found[name] = Statement(
                     purpose.replace("{each}", word),
-                    # Parameters go in binary: payloads are not to be spelt out.
-                    _PARAMETER.sub(r"%(\1)b", code.replace("%", "%%")),
-                    _numbered(code, order),
-                    order,
-                    frozenset(order),
-                    [(each, ENCODERS[kind]) for each, kind in dict(_ARRAY.findall(code)).items()],
+                    _numbered(code, list(parameters)),
+                    parameters,
                     marks.get("plan") == "once",
                 )
     return found
 
 
 def _numbered(code: str, order: list[str]) -> bytes:
+    """Write parameters as the server does: psycopg would look for names at each call."""
     return _PARAMETER.sub(lambda named: f"${order.index(named[1]) + 1}", code).encode()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.packing import PackedMessage
     from penstock.store.codec.metadata import Metadata
+    from penstock.store.sql.connection import Row
     from penstock.store.sql.session import SqlQueue
     from penstock.store.sql.zones import Zone
 
@@ -69,7 +70,7 @@ class Items:
         self.counts[queue] = self.counts.get(queue, 0) + 1
         self.sizes[queue] = self.sizes.get(queue, 0) + about.size
 
-    def columns(self) -> dict[str, list[Any]]:
+    def columns(self) -> dict[str, Sequence[Any]]:
         """Return the rows as statements take them."""
         names = ("queues", "message_ids", "zones", "ranks", "vestings", "attempts", "expiries")
         return columns(self.rows, *names, "sizes")
@@ -121,7 +122,9 @@ class SqlPublish(SqlOverflow):
         token = self.stamp()
         for _ in range(_TRIES):
             try:
-                ids = self._try_publish(known, token, messages, routes, dedup_window_ms, now_ms)
+                ids = self._publish_one(known, token, messages, routes, now_ms)
+                if ids is None:
+                    ids = self._try_publish(known, token, messages, routes, dedup_window_ms, now_ms)
             except Refused as error:
                 if error.constraint == "requests_pkey":
                     # The publish had been committed, and its answer was lost.
@@ -161,6 +164,63 @@ class SqlPublish(SqlOverflow):
         """Begin a new segment of the log if the last one is long enough."""
         if self.lock_heads().segment_ms <= now_ms - SEGMENT_MS:
             self.database.run("roll_segment", now_ms=now_ms)
+
+    def _publish_one(
+        self,
+        known: _Known,
+        token: bytes,
+        messages: Sequence[PackedMessage],
+        routes: Sequence[Sequence[str]] | None,
+        now_ms: int,
+    ) -> list[int] | None:
+        """Publish one message into one queue by a short statement; None if that did not do."""
+        if len(messages) > 1 or routes is None or len(routes[0]) != 1 or self.limited:
+            return None
+        message, queue = messages[0], known.queues.get(routes[0][0])
+        if queue is None or message.dedup_id is not None:
+            return None
+        it = message.envelope
+        items = Items()
+        self._place(message, [queue], 1, items, now_ms)
+        number, _, zone, rank, vesting_ms, _, expires_at_ms, size = items.rows[0]
+        with self.zones.recheck_if_slow(items.zones):
+            zones_versions = self.zones.versions
+            if self.zones.not_known_vested(items.zones, self.database.clock()):
+                return None
+            heads = self._choose_logs(known, [it.group], routes).heads
+            attempts = iter(range(1))
+
+            def work() -> list[tuple[Any, ...]]:
+                for _ in attempts:
+                    return self.database.run(
+                        "publish_one",
+                        heads=heads,
+                        specs_version=known.version,
+                        zones_versions=zones_versions,
+                        segment_length_ms=SEGMENT_MS,
+                        token=token,
+                        metadata=it.metadata(metadata_head(now_ms), size),
+                        payload=message.payload,
+                        queue=number,
+                        zone=zone,
+                        rank=rank,
+                        vesting_ms=vesting_ms,
+                        expires_at_ms=expires_at_ms,
+                        size=size,
+                        slots=SLOTS,
+                        now_ms=now_ms,
+                    )
+                # A second attempt may come much later: it must not rely on the pointer.
+                self.zones.forget((number, zone))
+                return []
+
+            rows = self.database.do(work, again=True)
+        if not rows:
+            return None
+        self._note_items(items, now_ms)
+        if life.level:
+            log_publish(rows[0][0], routes)
+        return list(rows[0][0])
 
     def _try_publish(
         self,
@@ -205,23 +265,24 @@ class SqlPublish(SqlOverflow):
             self.check_room(items.counts, items.sizes)
         unrouted = 0 if routes is None else sum(not refs for refs, _, _ in stored)
         dedup_expires_ms = now_ms + dedup_window_ms
+        # In one order, so that publishes into different logs can't wait for each other.
+        remembered = sorted((*key, nth) for key, nth in fresh.items())
         with self.zones.recheck_if_slow(items.zones):
             ids = self._send_batch(
                 items,
                 self._choose_logs(known, groups, None if routes is None else taken),
                 now_ms,
+                dedup={
+                    **columns(remembered, "dedup_scopes", "dedup_ids", "dedup_nths"),
+                    "dedup_expires_ms": dedup_expires_ms,
+                },
                 specs_version=known.version,
                 **columns(stored, "refs", "metadata", "payloads"),
                 count=len(stored),
                 token=token,
                 duplicates=len(messages) - len(stored),
-                known_ids=[found for found, _ in places],
-                nths=[nth for _, nth in places],
+                **columns(places, "known_ids", "nths"),
                 unrouted=unrouted,
-                # In one order, so that publishes into different logs can't wait for each other.
-                **columns(sorted(fresh), "dedup_scopes", "dedup_ids"),
-                dedup_nths=[fresh[key] for key in sorted(fresh)],
-                dedup_expires_ms=dedup_expires_ms,
             )
         if ids is None:
             return None
@@ -283,7 +344,7 @@ class SqlPublish(SqlOverflow):
         self, items: Items, places: _Places, now_ms: int, **parameters: Any
     ) -> list[int] | None:
         """Run the statement; return the ids, or None if the knowledge was out of date."""
-        if places.any_log:
+        if places.any_log or len(places.heads) == 1:
             ids = self._run_publish("publish_free", items, places, now_ms, **parameters)
             if ids is not None:
                 return ids
@@ -293,42 +354,53 @@ class SqlPublish(SqlOverflow):
         return self._run_publish("publish", items, places, now_ms, **parameters)
 
     def _run_publish(
-        self, name: str, items: Items, places: _Places, now_ms: int, **parameters: Any
+        self,
+        name: str,
+        items: Items,
+        places: _Places,
+        now_ms: int,
+        *,
+        dedup: Mapping[str, Any],
+        **parameters: Any,
     ) -> list[int] | None:
+        """Run one statement; None if it has published nothing."""
         zones_versions = self.zones.versions
         # A second attempt may come much later: it relies on no pointer.
         relied_ms = self.database.clock()
         first = [self.zones.not_known_vested(items.zones, relied_ms)]
         looked: dict[Zone, int] = {}
+        parameters |= {
+            **columns(
+                sorted((each.number, n, items.sizes[each]) for each, n in items.counts.items()),
+                *("count_queues", "count_numbers", "count_bytes"),
+            ),
+            **items.columns(),
+            "heads": places.heads,
+            "wanted": 1 if name == "publish_free" else len(places.heads),
+            "logs": places.logs,
+            "zones_versions": zones_versions,
+            "segment_length_ms": SEGMENT_MS,
+            "slots": SLOTS,
+            "now_ms": now_ms,
+        }
 
-        def work() -> list[tuple[Any, ...]]:
+        def work() -> list[Row]:
             wanted = first.pop() if first else items.zones
             # In the order in which every process locks them.
             looked.clear()
             looked.update(sorted(wanted.items()))
+            if not looked and not dedup["dedup_ids"] and name == "publish_free":
+                return self.database.run("publish_known", **parameters)
             return self.database.run(
                 name,
                 **parameters,
-                heads=places.heads,
-                wanted=1 if places.any_log else len(places.heads),
-                logs=places.logs,
-                **items.columns(),
-                **columns(
-                    sorted((each.number, n, items.sizes[each]) for each, n in items.counts.items()),
-                    "count_queues",
-                    "count_numbers",
-                    "count_bytes",
-                ),
-                zones_versions=zones_versions,
-                segment_length_ms=SEGMENT_MS,
-                slots=SLOTS,
                 **columns(looked, "zone_queues", "zone_names"),
                 zone_tokens=[self.zones.token(zone) for zone in looked],
                 zone_vestings=list(looked.values()),
                 turn=self.take_turns(1),
                 stamp=self.stamp(),
                 threshold_ms=self.tunables.threshold_ms,
-                now_ms=now_ms,
+                **dedup,
             )
 
         # A second attempt finds the token if the first was committed.

@@ -283,13 +283,27 @@ SELECT message_ids FROM requests WHERE token = :token;
 h.specs_version = :specs_version AND h.zones_version = (:zones_versions::bigint[])[h.log + 2]
 AND h.segment_ms > :now_ms - :segment_length_ms
 
--- part: published
+-- part: added_to_counts
+-- Add the messages of a publish to the counters of their queue.
+ON CONFLICT (queue, slot) DO UPDATE
+SET live = queue_counts.live + excluded.live,
+    live_bytes = queue_counts.live_bytes + excluded.live_bytes,
+    enqueued_total = queue_counts.enqueued_total + excluded.enqueued_total,
+    time_ms = greatest(queue_counts.time_ms, excluded.time_ms)
+
+-- part: free_head
+-- Lock the head of the first log that nobody is publishing into: "locked".
+locked AS MATERIALIZED (
+    SELECT h.log FROM unnest(:heads::bigint[]) AS w (log)
+    CROSS JOIN LATERAL (
+        SELECT h.log FROM log_heads h WHERE h.log = w.log AND {known_head} FOR UPDATE SKIP LOCKED
+    ) AS h
+    LIMIT 1
+)
+
+-- part: stored_messages
 -- Store messages, each into its queues, once the heads of their logs are locked: "locked". Nothing
--- happens if one is missing there. A dedup id that another process has remembered since it was looked
--- up would make message_id NULL, which fails the statement.
--- Zones that may lack a pointer, or whose pointer may be late, are named; those of which this
--- process knows better are not. Nothing is written to Q_C if there is a pointer that is early
--- enough.
+-- happens if one is missing there.
 whole AS MATERIALIZED (
     SELECT min(log) AS log FROM locked HAVING count(*) = :wanted
 ), taken AS MATERIALIZED (
@@ -326,14 +340,6 @@ whole AS MATERIALIZED (
     SELECT coalesce(m.log, t.log), t.ids[m.nth::integer], :now_ms, m.metadata
     FROM taken t, unnest(:logs::bigint[], :metadata::bytea[])
         WITH ORDINALITY AS m (log, metadata, nth)
-), remembered AS (
-    INSERT INTO dedup
-    SELECT d.scope, d.dedup_id, t.ids[d.nth::integer], :dedup_expires_ms
-    FROM taken t, unnest(:dedup_scopes::bytea[], :dedup_ids::bytea[], :dedup_nths::bigint[])
-        AS d (scope, dedup_id, nth)
-    ON CONFLICT (scope, dedup_id) DO UPDATE
-    SET message_id = CASE WHEN dedup.expires_at_ms <= :now_ms THEN excluded.message_id END,
-        expires_at_ms = excluded.expires_at_ms
 ), placed AS (
     INSERT INTO items
     SELECT i.queue, t.ids[i.message_id::integer], i.zone, i.rank, i.vesting_ms, NULL, i.attempts,
@@ -345,11 +351,24 @@ whole AS MATERIALIZED (
     SELECT n.queue, :slots + t.log, n.number, n.size, n.number, :now_ms
     FROM taken t, unnest(:count_queues::bigint[], :count_numbers::bigint[], :count_bytes::bigint[])
         AS n (queue, number, size)
-    ON CONFLICT (queue, slot) DO UPDATE
-    SET live = queue_counts.live + excluded.live,
-        live_bytes = queue_counts.live_bytes + excluded.live_bytes,
-        enqueued_total = queue_counts.enqueued_total + excluded.enqueued_total,
-        time_ms = greatest(queue_counts.time_ms, excluded.time_ms)
+    {added_to_counts}
+)
+
+-- part: stored_with_zones
+-- The same, for messages that may have dedup ids, and zones that may lack a pointer.
+-- A dedup id that another process has remembered since it was looked up would make message_id NULL,
+-- which fails the statement.
+-- Zones that may lack a pointer, or whose pointer may be late, are named; those of which this
+-- process knows better are not. Nothing is written to Q_C if there is a pointer that is early
+-- enough.
+{stored_messages}, remembered AS (
+    INSERT INTO dedup
+    SELECT d.scope, d.dedup_id, t.ids[d.nth::integer], :dedup_expires_ms
+    FROM taken t, unnest(:dedup_scopes::bytea[], :dedup_ids::bytea[], :dedup_nths::bigint[])
+        AS d (scope, dedup_id, nth)
+    ON CONFLICT (scope, dedup_id) DO UPDATE
+    SET message_id = CASE WHEN dedup.expires_at_ms <= :now_ms THEN excluded.message_id END,
+        expires_at_ms = excluded.expires_at_ms
 ), late AS MATERIALIZED (
     -- Zones that have no pointer, or one that would be late.
     SELECT z.queue, z.zone, coalesce(p.token, z.token) AS token, z.vesting_ms
@@ -383,20 +402,48 @@ WITH locked AS MATERIALIZED (
     SELECT h.log FROM log_heads h
     WHERE h.log = ANY (:heads::integer[]) AND {known_head}
     ORDER BY h.log FOR UPDATE
-), {published};
+), {stored_with_zones};
 
 -- name: publish_free
 -- plan: once
 -- The same for messages that may go into any log, as those without a group: they go into the first one
 -- that nobody is publishing into. No row comes back if there is none, either.
-WITH locked AS MATERIALIZED (
-    SELECT h.log
-    FROM log_heads h
-    JOIN unnest(:heads::bigint[]) WITH ORDINALITY AS w (log, nth) ON h.log = w.log
-    WHERE {known_head}
-    ORDER BY w.nth LIMIT :wanted
-    FOR UPDATE OF h SKIP LOCKED
-), {published};
+WITH {free_head}, {stored_with_zones};
+
+-- name: publish_known
+-- plan: once
+-- The same for messages without dedup ids, all of which go into one log, and whose zones are known to
+-- have pointers that have vested: as most have.
+WITH {free_head}, {stored_messages}
+SELECT message_ids FROM request;
+
+-- name: publish_one
+-- plan: once
+-- The same for one message that goes into one queue.
+WITH {free_head}, taken AS MATERIALIZED (
+    SELECT log, nextval('message_ids') AS id FROM locked
+), head AS (
+    UPDATE log_heads h
+    SET next_offset = greatest(h.next_offset, t.id + 1), published = h.published + 1,
+        time_ms = greatest(h.time_ms, :now_ms)
+    FROM taken t WHERE h.log = t.log
+), request AS (
+    INSERT INTO requests SELECT :token, ARRAY[id], :now_ms FROM taken
+), stored AS (
+    INSERT INTO messages SELECT id, 1, :metadata, :payload FROM taken
+), logged AS (
+    INSERT INTO log SELECT log, id, :now_ms, :metadata FROM taken
+), placed AS (
+    INSERT INTO items
+    SELECT :queue, id, :zone, :rank, :vesting_ms, NULL, 0, 0, 0, :vesting_ms,
+           :expires_at_ms::bigint, :size, :vesting_ms > :now_ms, ''
+    FROM taken
+), counted AS (
+    INSERT INTO queue_counts (queue, slot, live, live_bytes, enqueued_total, time_ms)
+    SELECT :queue, :slots + log, 1, :size, 1, :now_ms FROM taken
+    {added_to_counts}
+)
+SELECT ARRAY[id] FROM taken;
 
 -- name: roll_segment
 -- Begin a new segment of the log at its end. The caller has locked all heads.
@@ -513,6 +560,16 @@ seen AS MATERIALIZED (
                  count(*) OVER () AS number FROM free) AS shared
 )
 
+-- part: counted_leased
+-- Count the items that were leased.
+counted AS (
+    UPDATE queue_counts c
+    SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM (SELECT count(*) AS number FROM leased) AS n
+    WHERE c.queue = :queue AND c.slot = :slot AND n.number > 0
+)
+
 -- part: leased_items
 -- The chosen items go to the wants in order, and are leased and counted.
 given AS (
@@ -533,14 +590,9 @@ given AS (
     FROM given g
     WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
       AND g.before_bytes < g.room_bytes
-    RETURNING g.nth, i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, i.visible_at_ms, g.at
-), counted AS (
-    UPDATE queue_counts c
-    SET in_flight = c.in_flight + n.number, claimed_total = c.claimed_total + n.number,
-        time_ms = greatest(time_ms, :now_ms)
-    FROM (SELECT count(*) AS number FROM leased) AS n
-    WHERE c.queue = :queue AND c.slot = :slot AND n.number > 0
-)
+    RETURNING g.nth, i.zone, i.message_id, i.attempts, i.lease_id, i.vesting_ms, i.visible_at_ms,
+              i.rank, g.at
+), {counted_leased}
 
 -- part: put_back
 -- The pointers go back at the earliest vesting time of their zones.
@@ -581,36 +633,40 @@ LEFT JOIN LATERAL (
 ) AS m ON true
 ORDER BY t.at
 
--- name: take
--- plan: once
--- Lease visible items of zones of a standard queue that are known to have more of them than are
--- taken: so their pointers stay as they are. Only the first lane of each zone is looked at, and items
--- that another process is at are passed by. Tells also how many of the items had an expired lease,
--- and, in rows without a message, a few zones whose pointers have vested since the last look and are
--- not among those known.
-WITH picked AS MATERIALIZED (
+-- part: picked_items
+-- Lock visible items of zones of a standard queue, in each zone a number. Only the first lane of each
+-- zone is looked at, and items that another process is at are passed by. A claim that was there a
+-- moment ago names the lane, and the time from which on it has items: those before are gone, and to
+-- step over what they leave in the index costs more than the rest, until it is vacuumed. A zone that
+-- has got items in an earlier lane gives nothing then.
+picked AS MATERIALIZED (
     SELECT z.zone, z.nth, i.message_id, i.vesting_ms, i.size, i.lease_id IS NOT NULL AS expired
-    FROM unnest(:zones::bytea[], :quotas::bigint[]) WITH ORDINALITY AS z (zone, quota, nth)
+    FROM unnest(:zones::bytea[], :quotas::bigint[], :ranks::bigint[], :froms::bigint[])
+        WITH ORDINALITY AS z (zone, quota, rank, from_ms, nth)
     CROSS JOIN LATERAL (
         SELECT message_id, vesting_ms, size, lease_id FROM items i
-        WHERE i.queue = :queue AND i.zone = z.zone AND i.rank >= 0 AND i.rank = (
+        WHERE i.queue = :queue AND i.zone = z.zone AND i.rank >= 0
+          AND i.rank = coalesce(z.rank, (
                 SELECT f.rank FROM items f WHERE f.queue = :queue AND f.zone = z.zone
-                AND f.rank >= 0 ORDER BY f.rank LIMIT 1)
-          AND i.vesting_ms <= :now_ms
+                AND f.rank >= 0 ORDER BY f.rank LIMIT 1))
+          AND (SELECT 1 FROM items f WHERE f.queue = :queue AND f.zone = z.zone
+               AND f.rank >= 0 AND f.rank < z.rank LIMIT 1) IS NULL
+          AND i.vesting_ms >= z.from_ms AND i.vesting_ms <= :now_ms
         ORDER BY i.vesting_ms, i.message_id LIMIT z.quota FOR UPDATE SKIP LOCKED
     ) AS i
-), chosen AS (
-    SELECT *, row_number() OVER (ORDER BY nth, vesting_ms, message_id) AS at
-    FROM picked WHERE NOT expired
-), {leased_items}
+)
+
+-- part: taken_items
+-- The items that were leased; how many of those picked had an expired lease; and, in rows without a
+-- message, a few zones whose pointers have vested since the last look and are not among those known.
 SELECT t.nth, (SELECT count(*) FROM picked WHERE expired), t.message_id, t.attempts, t.lease_id,
-       m.metadata, m.payload, t.visible_at_ms, t.at
+       m.metadata, m.payload, t.visible_at_ms, t.rank, t.at
 FROM leased t
 LEFT JOIN LATERAL (
     SELECT metadata, payload FROM messages m WHERE m.message_id = t.message_id LIMIT 1
 ) AS m ON true
 UNION ALL
-SELECT 0, n.token, NULL, NULL, n.zone, NULL, NULL, NULL, 0
+SELECT 0, n.token, NULL, NULL, n.zone, NULL, NULL, NULL, NULL, 0
 FROM unnest(:tokens::bigint[]) AS w (token)
 CROSS JOIN LATERAL (
     SELECT token, zone FROM pointers
@@ -618,7 +674,36 @@ CROSS JOIN LATERAL (
       AND vesting_ms >= :since_ms AND vesting_ms <= :now_ms AND zone <> ALL (:known::bytea[])
     ORDER BY vesting_ms, turn LIMIT :count
 ) AS n
-ORDER BY at;
+ORDER BY at
+
+-- name: take
+-- plan: once
+-- Lease visible items of zones of a standard queue that are known to have more of them than are
+-- taken: so their pointers stay as they are.
+WITH {picked_items}, chosen AS (
+    SELECT *, row_number() OVER (ORDER BY nth, vesting_ms, message_id) AS at
+    FROM picked WHERE NOT expired
+), {leased_items}
+{taken_items};
+
+-- name: take_one
+-- plan: once
+-- The same for one claim.
+WITH {picked_items}, given AS (
+    SELECT nth, message_id, row_number() OVER before AS at,
+           sum(size) OVER before - size AS before_bytes
+    FROM picked WHERE NOT expired
+    WINDOW before AS (ORDER BY nth, vesting_ms, message_id)
+), leased AS (
+    UPDATE items i
+    SET vesting_ms = :deadline_ms, lease_id = :lease, attempts = i.attempts + 1,
+        claimed_at_ms = :now_ms, consumer = :consumer, delayed = false, expires_at_ms = NULL
+    FROM given g
+    WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
+      AND g.before_bytes < :room_bytes
+    RETURNING g.nth, i.message_id, i.attempts, i.lease_id, i.visible_at_ms, i.rank, g.at
+), {counted_leased}
+{taken_items};
 
 -- name: visit
 -- plan: once
@@ -842,6 +927,29 @@ WITH {acked_items}, counted AS (
 ), {kept_done}
 SELECT queue, message_id, lease_id, true, NULL::bytea, consumer FROM gone
 UNION ALL {late_receipts};
+
+-- name: ack_lease
+-- plan: once
+-- The same for messages of one queue that are held under one lease, as those of one claim are. Tells
+-- those that were held, and in time. The planner finds no index in the conditions but the primary key.
+WITH gone AS (
+    DELETE FROM items i
+    WHERE i.queue = :queue AND i.message_id = ANY (:message_ids::bigint[])
+      AND coalesce(i.lease_id, '') = :lease AND i.vesting_ms > :now_ms
+    RETURNING i.message_id, i.attempts, i.consumer, i.claimed_at_ms, i.size
+), counted AS (
+    {counted_done}
+    FROM (SELECT count(*) AS number, sum(size)::bigint AS size FROM gone) AS n
+    WHERE c.queue = :queue AND c.slot = :slot AND n.number > 0
+    RETURNING c.next_sequence - n.number AS first
+), kept AS (
+    INSERT INTO ended
+    SELECT :queue, false,
+           (c.first + row_number() OVER (ORDER BY g.message_id) - 1) * :slots + :slot,
+           g.message_id, :now_ms, g.attempts, '', g.consumer, g.claimed_at_ms, :lease
+    FROM gone g, counted c
+)
+SELECT message_id, consumer FROM gone;
 
 -- name: ack_fifo
 -- plan: once

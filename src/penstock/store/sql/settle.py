@@ -50,9 +50,12 @@ class SqlSettle(SqlOverflow):
         keys = self._keys(receipts, queue_name)
         doubts = self.database.doubts
         # In a FIFO queue other items of the zone may be next.
-        verb = "ack" if all(self._is_standard(key[0]) for key in keys) else "ack_fifo"
+        is_standard = all(self._is_standard(number) for number in {key[0] for key in keys})
+        judged = self._ack_lease(keys, now_ms) if is_standard else {}
+        others = keys if not judged else [key for key in keys if key not in judged]
+        verb = "ack" if is_standard else "ack_fifo"
         own = {"slots": SLOTS, "each_ms": EACH_MS}
-        judged = self._settle(verb, keys, OutcomeStatus.DONE, now_ms, now_ms, **own)
+        judged |= self._settle(verb, others, OutcomeStatus.DONE, now_ms, now_ms, **own)
         if self.database.doubts > doubts:
             judged |= {key: OutcomeStatus.DONE for key, _ in self._settled_before(keys, ACKED)}
         for number in {key[0] for key, status in judged.items() if status is OutcomeStatus.DONE}:
@@ -63,6 +66,25 @@ class SqlSettle(SqlOverflow):
                 if queue.spec.done_retention_ms:
                     self.due_for_retention(now_ms + queue.spec.done_retention_ms)
         return self._outcomes(receipts, keys, judged)
+
+    def _ack_lease(self, keys: Sequence[_Key], now_ms: int) -> dict[_Key, OutcomeStatus]:
+        """Settle as done what is held in time, if all receipts are of one lease."""
+        if len({(number, lease) for number, _, lease in keys}) != 1:
+            return {}
+        number, _, lease = keys[0]
+        rows = self._run(
+            "ack_lease",
+            now_ms,
+            queue=number,
+            lease=lease,
+            message_ids=[message_id for _, message_id, _ in keys],
+            slots=SLOTS,
+            each_ms=EACH_MS,
+        )
+        if life.level:
+            held = [(number, message_id, lease, True, None, who) for message_id, who in rows]
+            self._log_step("ack", held)
+        return {(number, message_id, lease): OutcomeStatus.DONE for message_id, _ in rows}
 
     def extend(
         self, receipts: Sequence[str] | str, *, lease_ms: int, queue_name: str | None, now_ms: int
@@ -208,25 +230,15 @@ class SqlSettle(SqlOverflow):
     # --- the end of attempts ---------------------------------------------------------------
 
     def _run(self, statement: str, now_ms: int, **parameters: Any) -> list[Row]:
-        """Run a statement that changes items and lowers pointers, by itself."""
+        """Run a statement that changes items, and may lower pointers, by itself."""
+        lowers = "stamp" in self.database.parameters(statement)
 
         def work() -> list[Row]:
-            return self.database.run(
-                statement,
-                **parameters,
-                **{
-                    name: value
-                    for name, value in (
-                        # Of each attempt its own.
-                        ("turn", self.take_turns(1)),
-                        ("stamp", self.stamp()),
-                        ("threshold_ms", 0),
-                    )
-                    if name in self.database.parameters(statement)
-                },
-                slot=self.slot,
-                now_ms=now_ms,
-            )
+            own: dict[str, Any] = {}
+            if lowers:
+                # Of each attempt its own.
+                own = {"turn": self.take_turns(1), "stamp": self.stamp(), "threshold_ms": 0}
+            return self.database.run(statement, **parameters, **own, slot=self.slot, now_ms=now_ms)
 
         rows = self.database.do(work, again=True)
         self.progress.commits += 1
