@@ -12,7 +12,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock import ManualClock, Message
 from penstock.model import LeaseRequest
-from penstock.store.sql.claim import LOST_MAX, PATIENCE, PAUSE_MAX_MS, ClaimPace
+from penstock.store.sql.claim import LOOK_EVERY, LOST_MAX, PATIENCE, PAUSE_MAX_MS, ClaimPace
 from penstock.store.sql.connection import PLANS_MS
 from penstock.store.sql.location import Tunables
 from penstock.store.sql.store import SqlStore
@@ -125,6 +125,44 @@ def test_a_delayed_message_is_not_remembered_as_visible(store: Store) -> None:
     store.put("a", delay_ms=1_000)
     store.put("a")
     assert len(store.broker.claim("q", limit=9)) == 1
+
+
+# --- deep zones -----------------------------------------------------------------------------------
+
+
+def test_a_claim_goes_on_where_the_last_one_of_a_deep_zone_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of an earlier lane come first all the same, at once; late ones after a few claims."""
+    store.put(*"a" * 200, priority=5)
+    run, froms = store.core.database.run, []
+
+    def noting(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
+        if name == "take_one":
+            froms.append((*parameters["ranks"], *parameters["froms"]))
+        return run(name, **parameters)
+
+    monkeypatch.setattr(store.core.database, "run", noting)
+    now_ms = store.clock.now_ms()
+    for n in range(5):
+        assert [each.message_id for each in store.broker.claim("q", limit=2)] == [
+            2 * n + 1,
+            2 * n + 2,
+        ]
+    assert froms == [(None, -1), *[(255 - 5, now_ms)] * 3]
+    (urgent,) = store.put("a", priority=9)
+    (delivery,) = store.broker.claim("q")
+    assert delivery.message_id == urgent
+    store.broker.ack([delivery.receipt])
+    for _ in range(2):
+        assert store.broker.claim("q", limit=2)
+    # By a clock that is behind.
+    (late,) = store.put("a", priority=5)
+    store.query(f"UPDATE items SET vesting_ms = {now_ms - 1} WHERE message_id = {late}")
+    claims = 1
+    while late not in [each.message_id for each in store.broker.claim("q", limit=2)]:
+        claims += 1
+    assert 1 < claims <= LOOK_EVERY + 1
 
 
 # --- raising --------------------------------------------------------------------------------------
