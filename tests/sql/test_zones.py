@@ -139,7 +139,7 @@ def test_a_claim_goes_on_where_the_last_one_of_a_deep_zone_ended(
 
     def noting(name: str, /, **parameters: Any) -> list[tuple[Any, ...]]:
         if name == "take_one":
-            froms.append((*parameters["ranks"], *parameters["froms"]))
+            froms.append((parameters["rank"], parameters["from_ms"]))
         return run(name, **parameters)
 
     monkeypatch.setattr(store.core.database, "run", noting)

@@ -344,23 +344,29 @@ class SqlClaim(SqlQueues):
             min(quota_max, (room + len(zones) - 1 - at) // len(zones)) for at in range(len(zones))
         ]
         all_known, since_ms = known.seen()
-        wants = self._wants(claims)
-        one = claims[0] if len(claims) == 1 else None
-        if one is not None:
-            wants = {
-                "lease": one.lease,
-                "deadline_ms": one.deadline_ms,
-                "consumer": one.consumer,
-                "room_bytes": limits.MAX_CLAIM_BYTES - one.bytes,
+        positions = known.positions(zones)
+        if len(claims) == len(zones) == 1:
+            statement, claim = "take_one", claims[0]
+            (rank, from_ms), (zone, _, _) = positions[0], zones[0]
+            asked: dict[str, Any] = {
+                "zone": zone,
+                "quota": quotas[0],
+                "rank": rank,
+                "from_ms": from_ms,
+                "lease": claim.lease,
+                "deadline_ms": claim.deadline_ms,
+                "consumer": claim.consumer,
+                "room_bytes": limits.MAX_CLAIM_BYTES - claim.bytes,
             }
+        else:
+            statement = "take"
+            asked = columns(zones, "zones") | columns(positions, "ranks", "froms")
+            asked |= {"quotas": quotas, **self._wants(claims)}
         found = self.database.do(
             lambda: self.database.run(
-                "take_one" if one is not None else "take",
+                statement,
                 queue=queue.number,
-                zones=[zone for zone, _, _ in zones],
-                quotas=quotas,
-                **columns(known.positions(zones), "ranks", "froms"),
-                **wants,
+                **asked,
                 tokens=list(range(self.ring_high)),
                 known=all_known,
                 since_ms=since_ms,
@@ -376,11 +382,11 @@ class SqlClaim(SqlQueues):
             if not nth:
                 known.add(zone, token)
         given = Counter(row[0] for row in rows)
-        # The last item of each zone.
-        positions: dict[int, Position] = {row[0]: (row[8], row[7]) for row in rows}
+        # Of the last item of each zone.
+        reached: dict[int, Position] = {row[0]: (row[8], row[7]) for row in rows}
         for at, (zone, token, _) in enumerate(zones):
             if given[at + 1] == quotas[at]:
-                known.served(zone, token, more=True, position=positions[at + 1])
+                known.served(zone, token, more=True, position=reached[at + 1])
             else:
                 # A visit is to see to its pointer.
                 known.gave_less(zone)

@@ -205,19 +205,33 @@ class Database:
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """Give this thread a connection of its own, or the one that it has."""
-        verb = self._verb
-        if verb.connection is not None:
-            yield verb.connection
+        if self._verb.connection is not None:
+            yield self._verb.connection
             return
-        connection = verb.connection = self._take(verb)
-        connection.silence.left_s = verb.left_s
+        connection = self._borrow()
         try:
-            if self._forgets_plans:
-                connection.forget_plans()
             yield connection
         finally:
-            verb.left_s, verb.connection = connection.silence.left_s, None
-            self._free.give(connection)
+            self._give_back(connection)
+
+    def _borrow(self) -> Connection:
+        """Give this thread a connection, which it has none of."""
+        verb = self._verb
+        connection = verb.connection = self._take(verb)
+        connection.silence.left_s = verb.left_s
+        if self._forgets_plans:
+            try:
+                connection.forget_plans()
+            except BaseException:
+                self._give_back(connection)
+                raise
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        """Take the connection of this thread back."""
+        verb = self._verb
+        verb.left_s, verb.connection = connection.silence.left_s, None
+        self._free.give(connection)
 
     def _take(self, verb: _Verb) -> Connection:
         """Wait for a connection that is free, for as long as the verb may."""
@@ -315,8 +329,11 @@ class Database:
             return work()
         if verb.connection is not None:
             return self._repeat(work, verb.connection, again=again)
-        with self.connection() as connection:
+        connection = self._borrow()
+        try:
             return self._repeat(work, connection, again=again)
+        finally:
+            self._give_back(connection)
 
     def _repeat(self, work: Callable[[], T], connection: Connection, *, again: bool) -> T:
         verb, silence = self._verb, connection.silence

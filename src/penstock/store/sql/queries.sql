@@ -633,28 +633,21 @@ LEFT JOIN LATERAL (
 ) AS m ON true
 ORDER BY t.at
 
--- part: picked_items
--- Lock visible items of zones of a standard queue, in each zone a number. Only the first lane of each
--- zone is looked at, and items that another process is at are passed by. A claim that was there a
--- moment ago names the lane, and the time from which on it has items: those before are gone, and to
--- step over what they leave in the index costs more than the rest, until it is vacuumed. A zone that
--- has got items in an earlier lane gives nothing then.
-picked AS MATERIALIZED (
-    SELECT z.zone, z.nth, i.message_id, i.vesting_ms, i.size, i.lease_id IS NOT NULL AS expired
-    FROM unnest(:zones::bytea[], :quotas::bigint[], :ranks::bigint[], :froms::bigint[])
-        WITH ORDINALITY AS z (zone, quota, rank, from_ms, nth)
-    CROSS JOIN LATERAL (
-        SELECT message_id, vesting_ms, size, lease_id FROM items i
-        WHERE i.queue = :queue AND i.zone = z.zone AND i.rank >= 0
-          AND i.rank = coalesce(z.rank, (
-                SELECT f.rank FROM items f WHERE f.queue = :queue AND f.zone = z.zone
-                AND f.rank >= 0 ORDER BY f.rank LIMIT 1))
-          AND (SELECT 1 FROM items f WHERE f.queue = :queue AND f.zone = z.zone
-               AND f.rank >= 0 AND f.rank < z.rank LIMIT 1) IS NULL
-          AND i.vesting_ms >= z.from_ms AND i.vesting_ms <= :now_ms
-        ORDER BY i.vesting_ms, i.message_id LIMIT z.quota FOR UPDATE SKIP LOCKED
-    ) AS i
-)
+-- part: first_items
+-- Lock visible items of a zone z of a standard queue, up to its quota. Only the first lane is looked at,
+-- and items that another process is at are passed by. A claim that was there a moment ago names the
+-- lane, and the time from which on it has items: those before are gone, and to step over what they have
+-- left in the index costs more than the rest, until it is vacuumed. A zone that has got items in an
+-- earlier lane gives nothing then.
+SELECT message_id, vesting_ms, size, lease_id IS NOT NULL AS expired FROM items i
+WHERE i.queue = :queue AND i.zone = z.zone AND i.rank >= 0
+  AND i.rank = coalesce(z.rank, (
+        SELECT f.rank FROM items f WHERE f.queue = :queue AND f.zone = z.zone
+        AND f.rank >= 0 ORDER BY f.rank LIMIT 1))
+  AND (SELECT 1 FROM items f WHERE f.queue = :queue AND f.zone = z.zone
+       AND f.rank >= 0 AND f.rank < z.rank LIMIT 1) IS NULL
+  AND i.vesting_ms >= z.from_ms AND i.vesting_ms <= :now_ms
+ORDER BY i.vesting_ms, i.message_id LIMIT z.quota FOR UPDATE SKIP LOCKED
 
 -- part: taken_items
 -- The items that were leased; how many of those picked had an expired lease; and, in rows without a
@@ -680,7 +673,12 @@ ORDER BY at
 -- plan: once
 -- Lease visible items of zones of a standard queue that are known to have more of them than are
 -- taken: so their pointers stay as they are.
-WITH {picked_items}, chosen AS (
+WITH picked AS MATERIALIZED (
+    SELECT z.zone, z.nth, i.*
+    FROM unnest(:zones::bytea[], :quotas::bigint[], :ranks::bigint[], :froms::bigint[])
+        WITH ORDINALITY AS z (zone, quota, rank, from_ms, nth)
+    CROSS JOIN LATERAL ({first_items}) AS i
+), chosen AS (
     SELECT *, row_number() OVER (ORDER BY nth, vesting_ms, message_id) AS at
     FROM picked WHERE NOT expired
 ), {leased_items}
@@ -688,12 +686,15 @@ WITH {picked_items}, chosen AS (
 
 -- name: take_one
 -- plan: once
--- The same for one claim.
-WITH {picked_items}, given AS (
-    SELECT nth, message_id, row_number() OVER before AS at,
-           sum(size) OVER before - size AS before_bytes
-    FROM picked WHERE NOT expired
-    WINDOW before AS (ORDER BY nth, vesting_ms, message_id)
+-- The same for one claim and one zone, as those of a queue without groups.
+WITH picked AS MATERIALIZED (
+    SELECT i.*
+    FROM (SELECT :zone::bytea, :quota::bigint, :rank::bigint, :from_ms::bigint)
+        AS z (zone, quota, rank, from_ms)
+    CROSS JOIN LATERAL ({first_items}) AS i
+), given AS (
+    SELECT message_id, row_number() OVER before AS at, sum(size) OVER before - size AS before_bytes
+    FROM picked WHERE NOT expired WINDOW before AS (ORDER BY vesting_ms, message_id)
 ), leased AS (
     UPDATE items i
     SET vesting_ms = :deadline_ms, lease_id = :lease, attempts = i.attempts + 1,
@@ -701,7 +702,7 @@ WITH {picked_items}, given AS (
     FROM given g
     WHERE i.queue = :queue AND i.message_id = g.message_id AND i.lease_id IS NULL
       AND g.before_bytes < :room_bytes
-    RETURNING g.nth, i.message_id, i.attempts, i.lease_id, i.visible_at_ms, i.rank, g.at
+    RETURNING 1 AS nth, i.message_id, i.attempts, i.lease_id, i.visible_at_ms, i.rank, g.at
 ), {counted_leased}
 {taken_items};
 
