@@ -571,7 +571,16 @@ def sparse(url: str, zones: int, vested: int, rounds: int) -> list[float]:
                 ]
             )
             now_ms = SystemClock().now_ms()
-            rows, blocks = plan_of(core, "peek", queue=number, tokens=[0], now_ms=now_ms, count=100)
+            rows, blocks = plan_of(
+                core,
+                "peek",
+                queue=number,
+                tokens=[0],
+                now_ms=now_ms,
+                after_ms=-1,
+                after_turn=0,
+                count=100,
+            )
             left = vested
             while left > 0:
                 began = perf_counter()
@@ -611,6 +620,60 @@ def many_zones(server: Server, _: Crew, options: argparse.Namespace) -> Iterator
                 f"{costs[4]:,}",
             ]
         yield ["ratio", *(f"{b / a:.2f}" if a else "" for a, b in zip(few, many, strict=True))]
+
+
+# --- depth ----------------------------------------------------------------------------------------
+
+
+def depth(server: Server, _: Crew, options: argparse.Namespace) -> Iterator[list[object]]:
+    """Compare what a claim costs on stores with few and with many waiting messages and groups.
+
+    They take turns: each round publishes ten messages, claims ten and acks them.
+    """
+    for title, small, large in (
+        ("messages waiting, 10 groups", (1_000, 10), (options.deep, 10)),
+        (f"groups, {options.deep:,} waiting", (options.deep, 10), (options.deep, options.zones)),
+    ):
+        with ExitStack() as stack:
+            sides = []
+            for messages, groups in (small, large):
+                url = server.url()
+                broker, core = open_broker(url, relaxed=True, background=False)
+                stack.enter_context(broker)
+                broker.create_queue("q")
+                fill(broker, messages, groups)
+                with psycopg.connect(url, autocommit=True) as one:
+                    one.execute("VACUUM ANALYZE")
+                session = core.database.connect().info.backend_pid
+                sides.append((broker, groups, session, [], []))
+            for nth in range(options.rounds):
+                for broker, groups, session, clock, cpu in sides:
+                    broker.publish(
+                        [
+                            penstock.Message(
+                                PAYLOAD, {"queue": "q"}, group=f"g{(nth + n) % groups}"
+                            )
+                            for n in range(10)
+                        ]
+                    )
+                    began, spent = perf_counter(), _cpu_us(session) + process_time() * 1e6
+                    deliveries = broker.claim("q", limit=10)
+                    cpu.append(_cpu_us(session) + process_time() * 1e6 - spent)
+                    clock.append(perf_counter() - began)
+                    assert len(deliveries) == 10
+                    broker.ack([each.receipt for each in deliveries])
+            costs = [
+                (statistics.median(clock) * 1e3, statistics.mean(cpu)) for *_, clock, cpu in sides
+            ]
+        few, many = (small, large) if title.startswith("messages") else (small[::-1], large[::-1])
+        for (count, _), (claim_ms, cpu_us) in zip((few, many), costs, strict=True):
+            yield [f"{count:,} {title}", f"{claim_ms:.2f}", f"{cpu_us:,.0f}"]
+        yield ["ratio", *(f"{b / a:.2f}" for a, b in zip(*costs, strict=True))]
+
+
+def _cpu_us(process: int) -> float:
+    """Return the processor time of a session of PostgreSQL so far."""
+    return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e3
 
 
 # --- writes ---------------------------------------------------------------------------------------
@@ -804,6 +867,11 @@ PARTS: dict[str, tuple[Part, str,
         "vested zones of all zones: claims of 10, relaxed",
         ("", "claim, ms", "look, ms", "statements/claim", "rows scanned", "blocks"),
     ),
+    "depth": (
+        depth,
+        "claims of 10 on top of what waits, relaxed",
+        ("", "claim, ms (median)", "CPU of client + PostgreSQL, us (mean)"),
+    ),
     "writes": (
         writes,
         "what the life of a message of 1 KB in 10 groups writes, by the write-ahead log",
@@ -833,6 +901,8 @@ def main() -> None:
     parser.add_argument("--zones", type=int, default=100_000)
     parser.add_argument("--vested", type=int, nargs="+", default=[10, 100, 1_000])
     parser.add_argument("--written", type=int, default=1_000, help="messages whose writes count")
+    parser.add_argument("--deep", type=int, default=1_000_000, help="messages that wait: depth")
+    parser.add_argument("--rounds", type=int, default=600, help="claims: depth")
     parser.add_argument("--large", type=int, default=100_000)
     parser.add_argument("--small", type=int, default=100)
     options = parser.parse_args()
