@@ -635,7 +635,7 @@ def depth(server: Server, _: Crew, options: argparse.Namespace) -> Iterator[list
         (f"groups, {options.deep:,} waiting", (options.deep, 10), (options.deep, options.zones)),
     ):
         with ExitStack() as stack:
-            sides = []
+            sides: list[tuple[Broker, int, int, list[float], list[float]]] = []
             for messages, groups in (small, large):
                 url = server.url()
                 broker, core = open_broker(url, relaxed=True, background=False)
@@ -666,7 +666,7 @@ def depth(server: Server, _: Crew, options: argparse.Namespace) -> Iterator[list
                 (statistics.median(clock) * 1e3, statistics.mean(cpu)) for *_, clock, cpu in sides
             ]
         few, many = (small, large) if title.startswith("messages") else (small[::-1], large[::-1])
-        for (count, _), (claim_ms, cpu_us) in zip((few, many), costs, strict=True):
+        for (count, _other), (claim_ms, cpu_us) in zip((few, many), costs, strict=True):
             yield [f"{count:,} {title}", f"{claim_ms:.2f}", f"{cpu_us:,.0f}"]
         yield ["ratio", *(f"{b / a:.2f}" for a, b in zip(*costs, strict=True))]
 

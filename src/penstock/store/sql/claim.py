@@ -117,7 +117,9 @@ class VestedZones:
         # Zone -> token.
         self._zones: OrderedDict[bytes, int] = OrderedDict()
         # Zones that had more to give than they were asked for, the last seen of them.
-        self._deep: OrderedDict[bytes, Position] = OrderedDict()
+        # With each, where its items begin, and the number of looks before that was found.
+        self._deep: OrderedDict[bytes, tuple[Position, int]] = OrderedDict()
+        self._looks = 0
         # Whether there are no others, or where the next look begins.
         self.whole = False
         self.after = START
@@ -140,13 +142,14 @@ class VestedZones:
             for zone, token in tokens.items():
                 self._zones.setdefault(zone, token)
             self._left = left
-            self._deep = OrderedDict.fromkeys(self._deep, UNKNOWN)
+            self._looks += 1
             return bool(self._zones)
 
     def positions(self, zones: Sequence[Place]) -> list[Position]:
-        """Return where the items of deep zones begin."""
+        """Return where the items of deep zones begin, as found since the last look."""
         with self._lock:
-            return [self._deep.get(zone, UNKNOWN) for zone, _, _ in zones]
+            found = [self._deep.get(zone, (UNKNOWN, 0)) for zone, _, _ in zones]
+            return [place if looks == self._looks else UNKNOWN for place, looks in found]
 
     def seen(self) -> tuple[list[bytes], int]:
         """Return the zones that are known, and when all were last looked at."""
@@ -176,7 +179,7 @@ class VestedZones:
             self._zones.pop(zone, None)
             self._deep.pop(zone, None)
             if more:
-                self._deep[zone] = position
+                self._deep[zone] = position, self._looks
                 if self.whole:
                     self._zones[zone] = token
             if len(self._deep) > KNOWN_MAX:
@@ -481,6 +484,10 @@ class SqlClaim(SqlQueues):
 
     def wake_watched(self, now_ms: int) -> None:
         """Wake claims that wait for queues which have a vested pointer."""
+        for number in [*self._vested] if len(self._vested) > len(self.by_number) else ():
+            if number not in self.by_number:
+                self._vested.pop(number, None)
+                self._paces.pop(number, None)
         awake = []
         for number, until_ms in list(self._watched.items()):
             if now_ms >= until_ms or number not in self.by_number:
