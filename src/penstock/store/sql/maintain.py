@@ -208,7 +208,7 @@ class SqlMaintain(SqlClaim):
                 if at_ms <= now_ms and removed + count < budget:
                     room = min(CHUNK, budget - removed - count)
                     before = sequence_at(now_ms - kept_ms + 1)
-                    count += self._trim(queue, state, now_ms, room, before=before)
+                    count += self._trim(queue, state, now_ms, room, before)
             removed += count
             for _, _, at_ms, _ in due:
                 self.due_for_retention(at_ms)

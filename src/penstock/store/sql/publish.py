@@ -17,8 +17,7 @@ from penstock.store.policy import SEGMENT_MS
 from penstock.store.room import drops_oldest
 from penstock.store.sql.connection import Refused
 from penstock.store.sql.database import columns
-from penstock.store.sql.overflow import DROP_MESSAGES, SqlOverflow
-from penstock.store.sql.session import SLOTS
+from penstock.store.sql.session import DROP_MESSAGES, SLOTS, SqlOverflow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

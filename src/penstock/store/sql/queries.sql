@@ -6,11 +6,10 @@
 -- are planned each time: a plan that was made for a queue of ten must not serve one of a million.
 -- Locks are taken in the order log_heads (by log), log_cursors, queues, instance, pointers (by queue
 -- and zone), pointer_index, items and ended (by queue and message), queue_counts, messages, attempts.
--- The visit
--- of a claim locks pointers and then waits for items that are not leased: so a transaction that takes
--- such items out of a queue, and writes pointers too, locks those first. Items that are leased may be
--- locked before pointers (ack, release, expiry): no visit waits for them. No statement changes a table
--- in two of its parts, which CockroachDB refuses.
+-- The visit of a claim locks pointers and then waits for items that are not leased: so a transaction
+-- that takes such items out of a queue, and writes pointers too, locks those first. Items that are
+-- leased may be locked before pointers (ack, release, expiry): no visit waits for them. No statement
+-- changes a table in two of its parts, which CockroachDB refuses (docs/cockroachdb.md).
 
 -- === The store itself
 
@@ -134,10 +133,6 @@ SELECT :queue::bigint, t.token FROM generate_series(0, :tokens::bigint - 1) AS t
 -- name: take_epoch
 -- Fence every pipeline that took an epoch before.
 UPDATE instance SET epoch = epoch + 1 RETURNING epoch;
-
--- name: load_epoch
--- The epoch of the pipeline that may assign.
-SELECT epoch FROM instance;
 
 -- name: switch_routing
 -- Change who routes, and fence every pipeline. The caller has locked all heads and all cursors.
@@ -483,10 +478,14 @@ ORDER BY q.queue, q.zone FOR UPDATE OF q;
 -- The same for all zones of a queue.
 SELECT 1 FROM pointers WHERE queue = :queue ORDER BY queue, zone FOR UPDATE;
 
--- name: zones_of
--- The zones that live messages of a queue are in.
-SELECT DISTINCT zone FROM items
-WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
+-- name: lock_pointers_of_items
+-- The same for the zones that live messages of a queue are in.
+SELECT 1
+FROM pointer_index p
+JOIN pointers q ON q.queue = p.queue AND q.token = p.token AND q.zone = p.zone
+WHERE p.queue = :queue AND p.zone = ANY (ARRAY(
+    SELECT zone FROM items WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])))
+ORDER BY q.queue, q.zone FOR UPDATE OF q;
 
 -- name: hold_zones
 -- Keep zones from being collected until the commit; those that are there are counted.
@@ -1341,7 +1340,7 @@ SELECT message_id, payload FROM messages WHERE message_id = ANY (:message_ids::b
 SELECT number, consumer, claimed_at_ms, ended_at_ms, ending, reason FROM {ended_attempts} AS a
 WHERE queue = :queue AND message_id = :message_id
 UNION ALL
-SELECT attempts, consumer, claimed_at_ms, NULL, 3, '' FROM items
+SELECT attempts, consumer, claimed_at_ms, NULL, 3, ''::bytea FROM items
 WHERE queue = :queue AND message_id = :message_id AND lease_id IS NOT NULL AND vesting_ms > :now_ms
 ORDER BY number;
 
@@ -1525,24 +1524,27 @@ WHERE NOT EXISTS (SELECT 1 FROM items e WHERE e.queue = a.queue AND e.message_id
 -- Each queue with its counters, and with the numbers of its rows.
 (SELECT q.name, q.number, c.*,
         (SELECT count(*) FROM items i WHERE i.queue = q.number) AS rows_live,
-        (SELECT coalesce(sum(i.size), 0) FROM items i WHERE i.queue = q.number) AS rows_bytes,
+        (SELECT coalesce(sum(i.size), 0)::bigint FROM items i
+         WHERE i.queue = q.number) AS rows_bytes,
         (SELECT count(*) FROM items i WHERE i.queue = q.number
          AND i.lease_id IS NOT NULL) AS rows_in_flight,
         (SELECT count(*) FROM ended e WHERE e.queue = q.number AND NOT e.failed) AS rows_done,
         (SELECT count(*) FROM ended e WHERE e.queue = q.number AND e.failed) AS rows_failed
  FROM queues q
  CROSS JOIN LATERAL (
-     SELECT sum(live) AS live, sum(live_bytes) AS live_bytes, sum(in_flight) AS in_flight, sum(done) AS done,
-            sum(failed) AS failed
+     SELECT sum(live)::bigint AS live, sum(live_bytes)::bigint AS live_bytes,
+            sum(in_flight)::bigint AS in_flight, sum(done)::bigint AS done,
+            sum(failed)::bigint AS failed
      FROM queue_counts n WHERE n.queue = q.number
  ) AS c)
 
 -- name: wrong_counts
 -- Queues whose counters do not match their rows.
 SELECT convert_to(name, 'UTF8'),
-       concat(name, ': live ', live, ', ', in_flight, ' in flight, ', done, ' done, ', failed,
-              ' failed, ', live_bytes, ' bytes; rows say ', rows_live, ', ', rows_in_flight, ', ',
-              rows_done, ', ', rows_failed, ', ', rows_bytes)
+       name || format(
+           ': live %s, %s in flight, %s done, %s failed, %s bytes; rows say %s, %s, %s, %s, %s',
+           live, in_flight, done, failed, live_bytes,
+           rows_live, rows_in_flight, rows_done, rows_failed, rows_bytes)
 FROM {counted_queues} AS each
 WHERE (live, live_bytes, in_flight, done, failed) IS DISTINCT FROM
       (rows_live, rows_bytes, rows_in_flight, rows_done, rows_failed);
@@ -1558,14 +1560,14 @@ WHERE n.queue = d.number AND n.slot = :slot;
 
 -- name: zones_unpointed
 -- Zones that have items and no pointer; their queues, and when they vest.
-SELECT zone, concat('queue ', queue, ', ', count(*), ' items'), queue, min(vesting_ms)
+SELECT zone, format('queue %s, %s items', queue, count(*)), queue, min(vesting_ms)
 FROM items i
 WHERE NOT EXISTS (SELECT 1 FROM pointer_index p WHERE p.queue = i.queue AND p.zone = i.zone)
 GROUP BY queue, zone;
 
 -- name: pointers_apart
 -- Pointers that are in Q_C alone, or in the pointer index alone.
-SELECT coalesce(q.zone, p.zone), concat('queue ', coalesce(q.queue, p.queue))
+SELECT coalesce(q.zone, p.zone), format('queue %s', coalesce(q.queue, p.queue))
 FROM pointers q
 FULL JOIN pointer_index p ON p.queue = q.queue AND p.zone = q.zone AND p.token = q.token
 WHERE q.queue IS NULL OR p.queue IS NULL;
@@ -1584,8 +1586,8 @@ WHERE NOT EXISTS (SELECT 1 FROM pointers q
 -- name: pointers_late
 -- Pointers that vest later than the earliest item of their zone. One that is about to be looked at
 -- again may, for so long; and p is brought into line by that look.
-SELECT p.zone, concat('queue ', p.queue, ': the item vests at ', i.vesting_ms, ', Q_C at ',
-                      q.vesting_ms, ', p at ', p.vesting_ms)
+SELECT p.zone, format('queue %s: the item vests at %s, Q_C at %s, p at %s', p.queue, i.vesting_ms,
+                      q.vesting_ms, p.vesting_ms)
 FROM (
     -- Of a FIFO zone that is held, the held item; else its head.
     SELECT queue, zone, CASE WHEN rank >= 0 THEN min(vesting_ms)
@@ -1610,7 +1612,7 @@ UPDATE pointer_index SET vesting_ms = least(vesting_ms, :now_ms), empty_since_ms
 -- name: wrong_refs
 -- Messages whose references do not match the queues that hold them.
 SELECT convert_to(m.message_id::text, 'UTF8'),
-       concat('message ', m.message_id, ': ', m.refs, ', held by ', coalesce(h.number, 0))
+       format('message %s: %s, held by %s', m.message_id, m.refs, coalesce(h.number, 0))
 FROM messages m
 LEFT JOIN {holders} AS h ON h.message_id = m.message_id
 WHERE m.refs <> coalesce(h.number, 0);
@@ -1626,7 +1628,7 @@ WHERE m.message_id = h.message_id AND m.refs <> h.number;
 
 -- name: messages_missing
 -- Messages that a queue holds and that are not there.
-SELECT convert_to(e.message_id::text, 'UTF8'), concat('queue ', e.queue, ', message ', e.message_id)
+SELECT convert_to(e.message_id::text, 'UTF8'), format('queue %s, message %s', e.queue, e.message_id)
 FROM {held_messages} AS e
 WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
 
@@ -1641,7 +1643,7 @@ WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.message_id = e.message_id);
 
 -- name: items_twice
 -- Messages that a queue has more than once.
-SELECT convert_to(message_id::text, 'UTF8'), concat('queue ', queue, ', message ', message_id)
+SELECT convert_to(message_id::text, 'UTF8'), format('queue %s, message %s', queue, message_id)
 FROM {held_messages} AS e
 GROUP BY queue, message_id HAVING count(*) > 1;
 
@@ -1657,7 +1659,7 @@ WHERE failed AND EXISTS (SELECT 1 FROM ended d WHERE d.queue = f.queue
 
 -- name: rows_of_no_queue
 -- Rows that belong to no queue.
-SELECT convert_to(queue::text, 'UTF8'), concat('queue ', queue, ' in ', place)
+SELECT convert_to(queue::text, 'UTF8'), format('queue %s in ', queue) || place
 FROM (SELECT DISTINCT queue, 'items' AS place FROM items
       UNION ALL SELECT DISTINCT queue, 'ended' FROM ended
       UNION ALL SELECT DISTINCT queue, 'attempts' FROM attempts
@@ -1677,7 +1679,7 @@ DELETE FROM queue_counts WHERE queue NOT IN (SELECT number FROM queues);
 -- name: attempts_orphaned
 -- Attempts at messages that the queue does not have.
 SELECT DISTINCT convert_to(a.message_id::text, 'UTF8'),
-       concat('queue ', a.queue, ', message ', a.message_id)
+       format('queue %s, message %s', a.queue, a.message_id)
 {orphaned_attempts};
 
 -- name: mend_attempts_orphaned
@@ -1691,7 +1693,7 @@ WHERE refs <= 0 AND NOT EXISTS (SELECT 1 FROM log l WHERE l.message_id = m.messa
 
 -- name: messages_garbage
 -- Find them.
-SELECT convert_to(message_id::text, 'UTF8'), concat('message ', message_id) {garbage};
+SELECT convert_to(message_id::text, 'UTF8'), format('message %s', message_id) {garbage};
 
 -- name: mend_messages_garbage
 -- Remove them.
@@ -1706,7 +1708,7 @@ DELETE {garbage};
 
 -- name: log_beyond_end
 -- Ids that were used, and would be given out again.
-SELECT convert_to(u.next_id::text, 'UTF8'), concat('offset ', u.next_id - 1)
+SELECT convert_to(u.next_id::text, 'UTF8'), format('offset %s', u.next_id - 1)
 FROM {used_ids} AS u WHERE u.next_id > {next_id};
 
 -- name: mend_log_beyond_end
@@ -1717,7 +1719,7 @@ FROM {used_ids} AS u WHERE u.next_id > {next_id};
 -- name: items_marked_wrong
 -- Items that are leased and delayed, of a lane that their queue has not, or tried less often than
 -- they were forgiven.
-SELECT convert_to(i.message_id::text, 'UTF8'), concat('queue ', i.queue, ', message ', i.message_id)
+SELECT convert_to(i.message_id::text, 'UTF8'), format('queue %s, message %s', i.queue, i.message_id)
 FROM items i JOIN queues q ON q.number = i.queue
 WHERE (i.lease_id IS NOT NULL AND (i.delayed OR i.expires_at_ms IS NOT NULL))
    OR (i.rank < 0) <> q.fifo OR i.forgiven > i.attempts OR i.attempts < 0;
@@ -1762,19 +1764,11 @@ WHERE queue = :queue AND message_id >= :low AND message_id < :high;
 
 -- name: attempts_ends
 -- The first and the last message with an attempt that has ended.
-SELECT min(message_id), max(message_id) FROM (
-    SELECT min(message_id) AS message_id FROM attempts
-    WHERE queue = :queue AND message_id >= :low AND message_id < :high
-    UNION ALL
-    SELECT max(message_id) FROM attempts
-    WHERE queue = :queue AND message_id >= :low AND message_id < :high
-    UNION ALL
-    SELECT min(message_id) FROM ended
-    WHERE queue = :queue AND message_id >= :low AND message_id < :high
-    UNION ALL
-    SELECT max(message_id) FROM ended
-    WHERE queue = :queue AND message_id >= :low AND message_id < :high
-) AS a;
+SELECT least(a.first, e.first), greatest(a.last, e.last)
+FROM (SELECT min(message_id) AS first, max(message_id) AS last FROM attempts
+      WHERE queue = :queue AND message_id >= :low AND message_id < :high) AS a,
+     (SELECT min(message_id) AS first, max(message_id) AS last FROM ended
+      WHERE queue = :queue AND message_id >= :low AND message_id < :high) AS e;
 
 -- name: ended_ends
 -- The lowest and the highest sequence of a queue's done or failed messages.
@@ -1782,12 +1776,8 @@ SELECT min(sequence), max(sequence) FROM ended
 WHERE queue = :queue AND failed = :failed AND sequence >= :low AND sequence < :high;
 
 -- name: first_ended
--- The first done or failed message of a queue that is kept.
-SELECT sequence, ended_at_ms FROM ended WHERE queue = :queue AND failed = :failed
-ORDER BY sequence LIMIT 1;
-
--- name: first_ended_since
--- The first one that ended at a time or later: its sequence is that of the time, or later.
+-- The first done or failed message of a queue that ended at a time or later, and is kept: its
+-- sequence is that of the time, or later.
 SELECT sequence, ended_at_ms FROM ended
 WHERE queue = :queue AND failed = :failed AND sequence >= :since
   AND ended_at_ms >= :since_ms
@@ -1811,7 +1801,7 @@ SELECT message_id, number, claimed_at_ms, consumer, ended_at_ms, ending, reason 
      WHERE queue = :queue AND (message_id, number) > (:after, :after_number) AND message_id < :end
      ORDER BY message_id, number LIMIT :count)
     UNION ALL
-    (SELECT message_id, attempts, claimed_at_ms, consumer, ended_at_ms, 0, '' FROM ended
+    (SELECT message_id, attempts, claimed_at_ms, consumer, ended_at_ms, 0, ''::bytea FROM ended
      WHERE queue = :queue AND message_id >= :after AND message_id < :end
        AND (message_id, attempts) > (:after, :after_number) AND NOT failed
      ORDER BY message_id LIMIT :count)

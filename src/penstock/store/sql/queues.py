@@ -14,7 +14,6 @@ from penstock.model import Ordering, State
 from penstock.store.contract import FiltersChanged, LiveQueue
 from penstock.store.policy import Coverage, Stretch
 from penstock.store.room import drops_oldest
-from penstock.store.sql.database import columns
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import SqlRouting
 from penstock.store.sql.session import SLOTS, SqlQueue
@@ -232,7 +231,8 @@ class SqlQueues(SqlMove, SqlRouting):
         if before is None:
             self.catch_up(now_ms, ALL, queue)
         if message_ids is not None:
-            return self._purge_failed(queue, message_ids, now_ms)
+            own = {"message_ids": list(message_ids), "states": [True]}
+            return self._remove_ended("take_ended", queue, State.FAILED, now_ms, **own)
         removed = 0
         for state in states:
             while limit is None or removed < limit:
@@ -241,7 +241,7 @@ class SqlQueues(SqlMove, SqlRouting):
                     ids = self._pick(queue, state, room, now_ms)
                     count = self._remove_live(queue, ids, STATES[state], now_ms) if ids else 0
                 else:
-                    count = self._trim(queue, state, now_ms, room, before=before)
+                    count = self._trim(queue, state, now_ms, room, before)
                 removed += count
                 if not count:
                     break
@@ -254,15 +254,13 @@ class SqlQueues(SqlMove, SqlRouting):
         self, queue: SqlQueue, message_ids: Sequence[int], state: int, now_ms: int
     ) -> int:
         """Remove live messages that are in a state; return how many."""
-        wanted = {"queue": queue.number, "message_ids": list(message_ids), "state": state}
+        own = {"queue": queue.number, "message_ids": list(message_ids)}
 
         def work() -> int:
             if queue.fifo:
                 # Before the items, as every transaction locks them.
-                own = {"queue": queue.number, "message_ids": list(message_ids)}
-                zones = [(queue.number, row[0]) for row in self.database.run("zones_of", **own)]
-                self.database.run("lock_pointers", **columns(zones, "queues", "zones"))
-            rows = self.database.run("remove_items", **wanted, now_ms=now_ms)
+                self.database.run("lock_pointers_of_items", **own)
+            rows = self.database.run("remove_items", **own, state=state, now_ms=now_ms)
             ids = [row[0] for row in rows]
             if queue.fifo:
                 self.zones.lower({(queue.number, row[1]): now_ms for row in rows}, now_ms)
@@ -275,42 +273,26 @@ class SqlQueues(SqlMove, SqlRouting):
         return self.change(work)
 
     def _trim(
-        self,
-        queue: SqlQueue,
-        state: State,
-        now_ms: int,
-        count: int,
-        *,
-        before: int | None = None,
+        self, queue: SqlQueue, state: State, now_ms: int, count: int, before: int | None = None
     ) -> int:
         """Remove done or failed messages: all, or those below a sequence number."""
+        before = MAX_OFFSET if before is None else before
+        own = {"failed": state is State.FAILED, "before": before, "count": count}
+        return self._remove_ended("trim_ended", queue, state, now_ms, **own)
+
+    def _remove_ended(
+        self, statement: str, queue: SqlQueue, state: State, now_ms: int, **parameters: Any
+    ) -> int:
+        """Remove the done or failed messages that a statement deletes; return how many."""
 
         def work() -> int:
-            rows = self.database.run(
-                "trim_ended",
-                queue=queue.number,
-                failed=state is State.FAILED,
-                before=MAX_OFFSET if before is None else before,
-                count=count,
-            )
+            rows = self.database.run(statement, queue=queue.number, **parameters)
             if rows:
                 ids = [row[0] for row in rows]
                 gone = {state.value: -len(ids)}
                 self.add_counts(queue.number, now_ms, removed=len(ids), **gone)
                 self._forget_messages(queue, ids)
             return len(rows)
-
-        return self.change(work)
-
-    def _purge_failed(self, queue: SqlQueue, message_ids: Sequence[int], now_ms: int) -> int:
-        """Remove failed messages by their ids; return how many."""
-        wanted = {"queue": queue.number, "message_ids": list(message_ids), "states": [True]}
-
-        def work() -> int:
-            ids = [row[0] for row in self.database.run("take_ended", **wanted)]
-            self.add_counts(queue.number, now_ms, failed=-len(ids), removed=len(ids))
-            self._forget_messages(queue, ids)
-            return len(ids)
 
         return self.change(work)
 

@@ -31,25 +31,30 @@ from penstock.model import (
 from penstock.store import filling, policy
 from penstock.store.codec.metadata import encode_metadata
 from penstock.store.filling import Filled
+from penstock.store.policy import LogSettings
 from penstock.store.sql.publish import Items, SqlPublish
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.model import LogRecord
     from penstock.store.codec.metadata import Head, Metadata
-    from penstock.store.policy import Coverage, LogSettings
+    from penstock.store.policy import Coverage
     from penstock.store.sql.session import LogHead, SqlQueue
 
 Rows = list[tuple[Any, ...]]
 
 
-def describe_log(
-    routing: str, head: LogHead, settings: LogSettings, segments: Rows, cursors: Rows, epoch: int
-) -> LogStats:
-    """Make the stats of the log from the rows that tell of it."""
+def describe_log(run: Callable[..., Rows], head: LogHead, segments: Rows) -> LogStats:
+    """Describe the log by a head, and by segments that were read after it.
+
+    ``run`` runs a statement, now or in a snapshot. Without segments the log begins at its end: one
+    that is known later may be behind messages that were published meanwhile.
+    """
+    _, routing, _, _, epoch, encoded, _ = run("load_instance")[0]
+    settings = msgspec.msgpack.decode(encoded, type=LogSettings)
+    stored: dict[int, int] = dict(run("load_cursors"))
     earliest = segments[0][1] if segments else head.end
-    stored: dict[int, int] = dict(cursors)
     logs = range(max(count for _, count in settings.changes))
     at = {log: max(stored.get(log, 0), earliest) for log in logs}
     return LogStats(
@@ -75,17 +80,11 @@ class SqlRouting(SqlPublish):
     def log_stats(self) -> LogStats:
         """Describe the log."""
         self.reach_end()
-        return self._log(self.head, self._segments())
+        return self._log()
 
-    def _log(self, head: LogHead, segments: Rows) -> LogStats:
-        """Describe the log by a head and by segments that were read after it.
-
-        Without segments the log begins at its end: one that is known later may be behind messages
-        that were published meanwhile.
-        """
-        cursors = self.database.run("load_cursors")
-        epoch = self.database.run("load_epoch")[0][0]
-        return describe_log(self.routing, head, self.settings, segments, cursors, epoch)
+    def _log(self) -> LogStats:
+        head = self.head
+        return describe_log(self.database.run, head, self._segments())
 
     def _segments(self) -> Rows:
         """Return number, first offset and first time of each segment."""
@@ -100,7 +99,7 @@ class SqlRouting(SqlPublish):
         """Return the offset below which every message has been routed."""
         if self.routing == "inline":
             return self.head.end
-        return self._log(self.head, self._segments()).routed_up_to
+        return self._log().routed_up_to
 
     def _logs(self) -> list[int]:
         return list(range(max(count for _, count in self.settings.changes)))
@@ -129,7 +128,7 @@ class SqlRouting(SqlPublish):
         self.reach_end()
         policy.check_log(log, len(self._logs()))
         head, segments = self.head, self._segments()
-        stats = self._log(head, segments)
+        stats = describe_log(self.database.run, head, segments)
         # Before the filters: another thread may find them changed meanwhile.
         filters_version = self.head.filters_version
         begin = max(stats.cursors[log] if begin is None else begin, stats.earliest)
@@ -255,7 +254,7 @@ class SqlRouting(SqlPublish):
         self.reach_end()
         policy.check_pipeline(self.routing)
         filters_version = self.head.filters_version
-        stats = self._log(self.head, self._segments())
+        stats = self._log()
         stretches = filling.route_stretches(
             stats.cursors,
             stats.end,
@@ -296,7 +295,7 @@ class SqlRouting(SqlPublish):
         self.reload()
         self.reach_end()
         queue = self.queue(queue_name)
-        stats = self._log(self.head, self._segments())
+        stats = self._log()
         end = min(end, stats.routed_up_to)
         return filling.backfill_plan(
             queue.spec, queue.coverage, begin, end, stats.earliest, archived=archived

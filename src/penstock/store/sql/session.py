@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -22,17 +23,19 @@ import msgspec
 
 from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
 from penstock.model import Ordering, QueueSpec
+from penstock.store import room
 from penstock.store.contract import Progress
 from penstock.store.policy import Coverage, LogSettings
-from penstock.store.room import is_limited
 from penstock.store.sql.zones import Zones
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from penstock.store.sql.database import Database
 
 T = TypeVar("T")
+# The messages of a queue that wait or are in flight, and the bytes of their payloads.
+Load = tuple[int, int]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ SLOTS: Final = 16
 EACH_MS: Final = 1 << 16
 # The age at which queues are read again.
 REFRESH_MS: Final = 1_000
+# Messages that one transaction drops.
+DROP_MESSAGES: Final = 1_000
 # Changes of filters on record, by which a page that was read before is judged.
 FILTER_CHANGES: Final = 1_000
 
@@ -262,7 +267,7 @@ class SqlSession:
             self.by_name = {queue.name: queue for queue in queues}
             self.by_number = {queue.number: queue for queue in queues}
             self.fifo = frozenset(queue.name for queue in queues if queue.fifo)
-            self.limited = frozenset(queue.name for queue in queues if is_limited(queue.spec))
+            self.limited = frozenset(queue.name for queue in queues if room.is_limited(queue.spec))
             self.head = head.beside(self.head)
             self._replaced += 1
             for name in known.keys() - self.by_name.keys():
@@ -376,6 +381,89 @@ class SqlSession:
         with self.memory:
             if self.due_ms is None or at_ms < self.due_ms:
                 self.due_ms = at_ms
+
+
+class SqlOverflow(SqlSession):
+    """Queues with limits: room for messages, and the fall of the oldest from a queue that is full.
+
+    The counters of a queue are in many rows, and no verb locks all of them: publishes under way at
+    one moment do not see each other, and may together pass a limit. A process that drops messages
+    locks the queue first, so that two of them do not drop twice as many.
+    """
+
+    def _loads(self, queues: Iterable[SqlQueue]) -> dict[int, Load]:
+        loads = {queue.number: (0, 0) for queue in queues}
+        if loads:
+            rows = self.database.ask("sum_load", queues=list(loads))
+            loads |= {number: (live, size) for number, live, size in rows}
+        return loads
+
+    def check_room(self, added: dict[SqlQueue, int], added_bytes: dict[SqlQueue, int]) -> None:
+        """Refuse messages if one of the queues that they come into has no room for them."""
+        limited = [queue for queue in added if queue.name in self.limited]
+        loads = self._loads(limited)
+        for queue in limited:
+            load = loads[queue.number]
+            room.check_room(queue.spec, *load, added[queue], added_bytes[queue])
+
+    def drop_excess(
+        self, now_ms: int, budget: int, queues: Iterable[SqlQueue] | None = None
+    ) -> int:
+        """Let the oldest waiting messages of queues fail that are over a limit; return how many."""
+        if not self.limited:
+            return 0
+        if queues is None:
+            queues = [self.by_name[name] for name in self.limited if name in self.by_name]
+        dropping = {queue.number: queue for queue in queues if room.drops_oldest(queue.spec)}
+        dropped = 0
+        for number, load in self._loads(dropping.values()).items():
+            queue = dropping[number]
+            while dropped < budget and room.is_over(queue.spec, *load):
+                some = min(DROP_MESSAGES, budget - dropped)
+                count, load = self.change(partial(self._drop, queue, some, now_ms))  # noqa: PLW2901
+                dropped += count
+                if not count:
+                    # The messages left are in flight.
+                    break
+        return dropped
+
+    def _drop(self, queue: SqlQueue, limit: int, now_ms: int) -> tuple[int, Load]:
+        """Drop the oldest messages of a queue, up to a limit; return how many, and what is left."""
+        database, spec = self.database, queue.spec
+        if not database.run("lock_queue", number=queue.number):
+            return 0, (0, 0)
+        load = self._loads([queue])[queue.number]
+        count = min(limit, room.guess_excess(spec, *load))
+        rows = database.run("oldest_waiting", queue=queue.number, count=count)
+        ids = [row[0] for row in rows]
+        ids = ids[: room.count_excess(spec, *load, [row[1] for row in rows])]
+        if not ids:
+            return 0, load
+        own = {"queue": queue.number, "message_ids": ids}
+        if queue.fifo:
+            # Before the items, as every transaction locks them.
+            database.run("lock_pointers_of_items", **own)
+        gone = database.run(
+            "drop_items",
+            **own,
+            why=room.drop_reason(spec).encode(),
+            slots=SLOTS,
+            slot=self.slot,
+            each_ms=EACH_MS,
+            now_ms=now_ms,
+        )
+        if queue.fifo:
+            self.zones.lower({(queue.number, row[1]): now_ms for row in gone}, now_ms)
+        self._note_failed(queue, len(gone), now_ms)
+        return len(gone), (load[0] - len(gone), load[1] - sum(row[2] for row in gone))
+
+    def _note_failed(self, queue: SqlQueue, count: int, now_ms: int) -> None:
+        """Note that messages of a queue have failed: claims, retention, dead letters."""
+        self.wake(queue, count)
+        if queue.spec.failed_retention_ms:
+            self.due_for_retention(now_ms + queue.spec.failed_retention_ms)
+        if queue.spec.dead_letter:
+            self.due(now_ms)
 
 
 def sequence_at(time_ms: int) -> int:

@@ -20,8 +20,7 @@ from penstock.store.receipts import (
     queue_numbers,
 )
 from penstock.store.sql.database import columns
-from penstock.store.sql.overflow import SqlOverflow
-from penstock.store.sql.session import EACH_MS, SLOTS
+from penstock.store.sql.session import EACH_MS, SLOTS, SqlOverflow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

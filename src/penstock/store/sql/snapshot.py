@@ -110,11 +110,10 @@ class SqlPinned:
         self._closed = ""
         self.at_ms = at_ms
         self.store_id = f"{session.store_id:08x}"
-        _, routing, _, _, epoch, encoded, _ = self._run("load_instance")[0]
-        settings = self.log_settings = msgspec.msgpack.decode(encoded, type=LogSettings)
+        encoded = self._run("load_instance")[0][5]
+        self.log_settings = msgspec.msgpack.decode(encoded, type=LogSettings)
         self.next_offset: int = head.next_id
-        segments, cursors = self._run("load_segments"), self._run("load_cursors")
-        self.log_stats = describe_log(routing, head, settings, segments, cursors, epoch)
+        self.log_stats = describe_log(self._run, head, self._run("load_segments"))
         self.totals = store_stats_of(session, head)
         self.stats: Sequence[QueueStats] = []
         if stats:
@@ -199,9 +198,8 @@ class SqlPinned:
     def first_ended(self, state: State, queue: str, since_ms: int) -> tuple[int, int] | None:
         """Return sequence and time of the first message that ended at a time or later."""
         wanted = {"queue": self._queues[queue].number, "failed": state is State.FAILED}
-        name = "first_ended_since" if since_ms else "first_ended"
-        since = {"since_ms": since_ms, "since": sequence_at(since_ms)} if since_ms else {}
-        rows = self._run(name, **wanted, **since)
+        since = {"since_ms": since_ms, "since": sequence_at(since_ms)}
+        rows = self._run("first_ended", **wanted, **since)
         return (rows[0][0], rows[0][1]) if rows else None
 
     def groups(self, queue: str) -> Iterator[GroupDepths]:
@@ -423,7 +421,7 @@ class SqlSnapshots(SqlMove):
         try:
             # Here, and not inside the repeated part: waiting for a connection holds up other calls.
             database.connect()
-            head = self.database.do(lambda: self._begin_snapshot(database, marks=marks), again=True)
+            head = self.database.do(lambda: self._try_snapshot(database, marks=marks), again=True)
             pinned = SqlPinned(database, self, head, now_ms, self._unpin, stats=stats)
         except BaseException:
             database.close()
@@ -452,9 +450,16 @@ class SqlSnapshots(SqlMove):
                 return
         database.close()
 
+    def _try_snapshot(self, database: Database, *, marks: bool) -> LogHead:
+        try:
+            return self._begin_snapshot(database, marks=marks)
+        except BaseException:
+            # With the transaction, if there is one: the next attempt begins another. A ROLLBACK
+            # without a transaction is an error for CockroachDB.
+            database.close()
+            raise
+
     def _begin_snapshot(self, database: Database, *, marks: bool) -> LogHead:
-        # A transaction that an attempt before this one has begun.
-        database.execute("ROLLBACK")
         if not marks:
             return _snapshot(database)
         own = self.database

@@ -73,8 +73,8 @@ def open_store(
     """
     if place.dialect == "cockroachdb":
         log.warning(
-            "Penstock has not been run on CockroachDB, and only some of its statements' constructs "
-            "were looked up (docs/sql.md, CockroachDB); try it with messages you can lose"
+            "Penstock has not been run on CockroachDB: its statements were only compared with the "
+            "documentation (docs/cockroachdb.md); try it with messages you can lose"
         )
     database = Database(place, relaxed=relaxed, clock=clock)
 
@@ -181,7 +181,10 @@ def _damaged(database: Database, missing: list[str]) -> StoreDamaged:
 
 def _make_tables(database: Database) -> None:
     with database.transaction():
-        if database.dialect == "postgresql":
+        if database.dialect == "cockroachdb":
+            # Else each CREATE would be a transaction by itself.
+            database.execute("SET LOCAL autocommit_before_ddl = off")
+        else:
             database.execute(f"SELECT pg_advisory_xact_lock({_LOCK})")
         if not _is_there(database):
             name = sql.Identifier(database.schema)
