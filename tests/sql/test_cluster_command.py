@@ -309,22 +309,6 @@ def test_the_command_as_a_process(url: str) -> None:
     assert resized.stderr == ""
 
 
-def test_cockroachdb_is_opened_with_a_warning(
-    postgres: PostgresServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    nowhere = f"cockroachdb://root@127.0.0.1:{postgres.port}/nowhere"
-    with pytest.raises(penstock.InvalidUrl):
-        penstock.open(nowhere)
-    assert "has not been run on CockroachDB" in caplog.text
-
-
-def test_statements_for_cockroachdb_leave_out_what_is_postgresqls_own() -> None:
-    """No functions of the binary form of a type, no ``ctid``, no catalogue."""
-    for name, statement in statements_of("cockroachdb").items():
-        found = re.search(r"\b\w+(send|recv)\(|\bctid\b|\bpg_\w+", statement.text.decode())
-        assert found is None, (name, found)
-
-
 def test_ranges_are_split_on_cockroachdb_alone(url: str) -> None:
     with penstock.open(url, background=False) as broker:
         broker.create_queue("q")

@@ -128,13 +128,3 @@ def _indexes(name: str, plan: dict[str, Any]) -> set[str]:
             assert rows <= FEW, (name, node)
             found.add(node["Index Name"])
     return found
-
-
-def test_no_statement_changes_a_table_twice() -> None:
-    """CockroachDB refuses that unless a setting allows it."""
-    change = re.compile(
-        r"(?:INSERT INTO|DELETE FROM|(?<!FOR )(?<!DO )UPDATE(?! OF| SKIP| SET)) (\w+)"
-    )
-    for name, statement in statements_of("cockroachdb").items():
-        changed = change.findall(statement.text.decode())
-        assert len(changed) == len(set(changed)), (name, changed)

@@ -52,8 +52,8 @@ SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 -- name: read_heads
 -- plan: once
 -- Read the end of the log, the id that the next message gets, the versions of what processes keep in
--- memory, and totals.
-SELECT min(next_offset), {next_id}, count(*) - 1,
+-- memory, and totals. CockroachDB may read the sequence as it was before the heads.
+SELECT min(next_offset), greatest({next_id}, max(next_offset) FILTER (WHERE log >= 0)), count(*) - 1,
        min(specs_version), array_agg(zones_version ORDER BY log), min(filters_version),
        min(segment_ms),
        sum(published)::bigint, sum(duplicates)::bigint,
