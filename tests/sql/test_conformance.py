@@ -49,7 +49,7 @@ class OnPostgres(Suite):
     def payload_kept(self, message_id: int) -> bool | None:
         store = self.broker._store
         assert isinstance(store, SqlStore)
-        return bool(store.database.run("payloads", message_ids=[message_id]))
+        return bool(store.database.run("payload_of", message_ids=[message_id]))
 
 
 class TestPostgres(OnPostgres, BrokerConformance):

@@ -167,7 +167,7 @@ class SqlInspect(SqlMove):
             entries.append(_entry(queue, state, row, metadata))
         if payloads and entries:
             ids = [entry.message_id for entry in entries]
-            bodies: dict[int, bytes] = dict(self.database.run("payloads", message_ids=ids))
+            bodies: dict[int, bytes] = dict(self.database.run("payload_of", message_ids=ids))
             entries = [
                 msgspec.structs.replace(entry, payload=bodies.get(entry.message_id))
                 for entry in entries

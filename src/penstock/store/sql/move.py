@@ -282,8 +282,22 @@ class SqlMove(SqlSettle, SqlPublish):
             self.zones.lower(
                 {(queue.number, known[each].group.encode()): now_ms for each in ids}, now_ms
             )
-        left_bytes = sum(known[each].size for each in ids)
-        self._count_moved(queue, state, len(ids), left_bytes, to, items, ended, now_ms)
+        failed, size = sum(row[2] for row in ended), sum(known[each].size for each in ids)
+        left = {"live": -len(ids), "live_bytes": -size}
+        counts = {
+            queue.number: {"failed": -len(ids)} if state is State.FAILED else left,
+            to.number: {
+                "live": len(arriving),
+                "live_bytes": items.sizes.get(to, 0),
+                "done": failed - len(ended),
+                "failed": -failed,
+                "moved_in": len(arriving) - len(ended),
+                "redriven": len(ended),
+            },
+        }
+        counts[queue.number]["moved_out"] = len(ids)
+        for number, added in sorted(counts.items()):
+            self.add_counts(number, now_ms, **added)
         # Both queues held these messages, and one of them from here on.
         if live or before:
             self._let_go([*live, *before])
@@ -296,36 +310,6 @@ class SqlMove(SqlSettle, SqlPublish):
         named = {"message_ids": list(message_ids)}
         if self.database.run("let_go", **named)[0][0]:
             self.database.run("lower_refs", **named)
-
-    def _count_moved(
-        self,
-        queue: SqlQueue,
-        state: State,
-        left: int,
-        left_bytes: int,
-        to: SqlQueue,
-        items: Items,
-        ended: list[tuple[Any, ...]],
-        now_ms: int,
-    ) -> None:
-        """Count messages that left a queue, and those of them that the other had not live."""
-        failed, arrived = sum(row[2] for row in ended), items.counts.get(to, 0)
-        source = {"live": -left, "live_bytes": -left_bytes}
-        if state is State.FAILED:
-            source = {"failed": -left}
-        counts = {
-            queue.number: {**source, "moved_out": left},
-            to.number: {
-                "live": arrived,
-                "live_bytes": items.sizes.get(to, 0),
-                "done": failed - len(ended),
-                "failed": -failed,
-                "moved_in": arrived - len(ended),
-                "redriven": len(ended),
-            },
-        }
-        for number, added in sorted(counts.items()):
-            self.add_counts(number, now_ms, **added)
 
     def _take_out(
         self, queue: SqlQueue, state: State, message_ids: list[int], now_ms: int

@@ -1323,10 +1323,11 @@ SELECT e.failed, e.sequence, e.message_id, e.attempts, e.ended_at_ms, e.reason,
        (SELECT m.metadata FROM messages m WHERE m.message_id = e.message_id)
 FROM ended e WHERE e.queue = :queue AND e.message_id = :message_id;
 
--- name: payloads
+-- name: {each}_of
+-- each: metadata payload
 -- plan: once
--- Read payloads.
-SELECT message_id, payload FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
+-- Read the {each} of messages.
+SELECT message_id, {each} FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
 
 -- part: ended_attempts
 -- Attempts that have ended: with the last ones of done messages.
@@ -1419,10 +1420,6 @@ SELECT message_id FROM items WHERE queue = :queue AND message_id = ANY (:message
 SELECT message_id FROM items WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[])
 UNION
 SELECT message_id FROM ended WHERE queue = :queue AND message_id = ANY (:message_ids::bigint[]);
-
--- name: metadata_of
--- Read the metadata of messages.
-SELECT message_id, metadata FROM messages WHERE message_id = ANY (:message_ids::bigint[]);
 
 -- name: move_attempts
 -- Move attempts to another queue, after the attempts there.
@@ -1788,6 +1785,16 @@ ORDER BY sequence LIMIT 1;
 SELECT message_id, octet_length(payload) FROM messages
 WHERE message_id >= :begin AND message_id < :end
 ORDER BY message_id LIMIT :count;
+
+-- name: page_payloads
+-- Payloads, up to a number of bytes and at least one: the others are not read for it.
+SELECT message_id, payload FROM (
+    SELECT message_id, payload, sum(octet_length(payload)) OVER (ORDER BY message_id) AS total
+    FROM (SELECT message_id, payload FROM messages
+          WHERE message_id >= :begin AND message_id < :end ORDER BY message_id LIMIT :count) AS m
+) AS m
+WHERE total <= :most_bytes OR total = octet_length(payload)
+ORDER BY message_id;
 
 -- name: page_unheld
 -- Messages that no queue holds.

@@ -263,7 +263,7 @@ class SqlPinned:
 
     def payloads(self, message_ids: Sequence[int]) -> list[bytes | None]:
         """Read payloads; None for those that are gone."""
-        found: dict[int, bytes] = dict(self._run("payloads", message_ids=list(message_ids)))
+        found: dict[int, bytes] = dict(self._run("payload_of", message_ids=list(message_ids)))
         return [found.get(message_id) for message_id in message_ids]
 
     def payload_sizes(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -274,21 +274,10 @@ class SqlPinned:
 
     def payload_rows(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Read every kept payload (message id, payload) of ids in [begin, end)."""
-        ids: list[int] = []
-        total = 0
-        for message_id, size in self.payload_sizes(begin, end):
-            if ids and (total + size > PAGE_BYTES or len(ids) >= PAGE_ROWS):
-                yield from self._bodies(ids)
-                ids, total = [], 0
-            ids.append(message_id)
-            total += size
-        if ids:
-            yield from self._bodies(ids)
-
-    def _bodies(self, message_ids: list[int]) -> Iterator[tuple[int, bytes]]:
-        for message_id, payload in zip(message_ids, self.payloads(message_ids), strict=True):
-            if payload is not None:
-                yield message_id, payload
+        bounds = {"end": end, "count": PAGE_ROWS, "most_bytes": PAGE_BYTES}
+        while rows := self._run("page_payloads", begin=begin, **bounds):
+            yield from ((row[0], row[1]) for row in rows)
+            begin = rows[-1][0] + 1
 
     def live_rows(self, keys: Keys) -> Iterator[list[LiveRow]]:
         """Read live messages; of keys that were cut for attempts, those in flight."""
