@@ -1756,8 +1756,7 @@ WHERE message_id >= :begin AND message_id < :end;
 
 -- name: items_ends
 -- The first and the last message of a queue's live ones.
-SELECT min(message_id), max(message_id) FROM items
-WHERE queue = :queue AND message_id >= :low AND message_id < :high;
+SELECT min(message_id), max(message_id) FROM items WHERE queue = :queue;
 
 -- name: attempts_ends
 -- The first and the last message with an attempt that has ended.

@@ -229,7 +229,7 @@ class SqlPinned:
         if table == "attempts":
             ends = self._run("attempts_ends", **within)
             yield from _cut("attempts", number, ends, count, live=False)
-        ends = self._run("items_ends", queue=number, low=0, high=MAX_OFFSET)
+        ends = self._run("items_ends", queue=number)
         yield from _cut("held" if table == "attempts" else "items", number, ends, count, live=True)
 
     def message_ends(self, begin: int, end: int) -> tuple[int, int] | None:
