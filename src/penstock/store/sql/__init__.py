@@ -8,7 +8,8 @@ its zone has a pointer. No process owns anything, and every verb is one transact
     location                  the URL, and its tunables; needs no driver
     connection                a connection: time limits, translated errors
     database                  connections of a process, repeated transactions, statements by name
-    session                   queues and settings as this process knows them; all verbs are on it
+    session                   queues and settings as this process knows them; all verbs are on it;
+                              queues with limits
     zones                     pointers and their tokens, and their collection
     publish                   publish; rows of messages that come into queues
     settle                    ack, release, extend; leases that expire

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Zones that the count of old tokens reads at a time.
 PAGE: Final = 10_000
+# In the order of the statement sum_counts.
+_TOTALS: Final = [name for name in QueueStats.__struct_fields__ if name.endswith("_total")]
 
 
 def queue_stats_of(
@@ -43,11 +45,6 @@ def queue_stats_of(
         ready = run("groups_ready_fifo" if queue.fifo else "groups_ready", **at)[0][0]
     if in_flight:
         claimed_ms = run("oldest_claim", **at)[0][0]
-    names = (
-        *("enqueued_total", "claimed_total", "acked_total", "released_total"),
-        *("lease_expired_total", "failed_total", "redriven_total", "removed_total"),
-        *("moved_in_total", "moved_out_total"),
-    )
     return QueueStats(
         queue=queue.name,
         available=available,
@@ -59,7 +56,7 @@ def queue_stats_of(
         oldest_in_flight_ms=None if claimed_ms is None else max(0, now_ms - claimed_ms),
         groups_ready=ready,
         live_bytes=live_bytes if queue.spec.max_bytes else 0,
-        **dict(zip(names, totals, strict=True)),
+        **dict(zip(_TOTALS, totals, strict=True)),
     )
 
 
@@ -75,7 +72,7 @@ def store_stats_of(session: SqlSession, head: LogHead) -> StoreStats:
     )
 
 
-class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
+class LogStatus(msgspec.Struct, frozen=True):
     """One log: its head, how many messages it got, how many a second, and sessions that wait.
 
     Every message below ``head`` is committed. ``waiting``: sessions of any process that wait for
@@ -89,7 +86,7 @@ class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
 
 
-class TokenStatus(msgspec.Struct, frozen=True, kw_only=True):
+class TokenStatus(msgspec.Struct, frozen=True):
     """One token: its pointers, the vested ones, and for how long the oldest has been vested."""
 
     token: int
@@ -238,16 +235,11 @@ class SqlInspect(SqlMove):
         waits: dict[int, int] = {}
         if database.dialect == "postgresql":
             waits = dict(database.run("head_waits"))
-        return [
-            LogStatus(
-                log=log,
-                head=head,
-                published=published,
-                per_second=(published - before.get(log, 0)) / over_s if over_s else 0.0,
-                waiting=waits.get(log, 0),
-            )
-            for log, head, published in database.run("log_status")
-        ]
+        found = []
+        for log, head, published in database.run("log_status"):
+            per_second = (published - before.get(log, 0)) / over_s if over_s else 0.0
+            found.append(LogStatus(log, head, published, per_second, waits.get(log, 0)))
+        return found
 
     def cluster_status(self, now_ms: int, over_s: float = 0) -> ClusterStatus:
         """Count logs, tokens, zones and messages, as of about now; only reads.
@@ -257,15 +249,7 @@ class SqlInspect(SqlMove):
         database = self.database
         logs = self._look_at_logs(over_s)
         _, _, ring_size, ring_high, *_ = database.run("load_instance")[0]
-        tokens = [
-            TokenStatus(
-                token=token,
-                pointers=pointers,
-                vested=vested,
-                oldest_lag_ms=now_ms - oldest_ms if vested else 0,
-            )
-            for token, pointers, vested, oldest_ms in database.run("token_status", now_ms=now_ms)
-        ]
+        tokens = [TokenStatus(*row) for row in database.run("token_status", now_ms=now_ms)]
         depths = [row[1:3] for row in database.run("sum_counts", queue=None)]
         zones, old_tokens = self.count_old_tokens()
         return ClusterStatus(

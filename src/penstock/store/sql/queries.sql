@@ -1836,8 +1836,9 @@ WHERE l.locktype = 'tuple' AND l.relation = 'log_heads'::regclass AND h.log >= 0
 GROUP BY h.log;
 
 -- name: token_status
--- Each token that has pointers: how many, how many of them have vested, and when the first did.
-SELECT token, count(*), count(*) FILTER (WHERE vesting_ms <= :now_ms), min(vesting_ms)
+-- Each token that has pointers: how many, how many of them have vested, and how long ago the first.
+SELECT token, count(*), count(*) FILTER (WHERE vesting_ms <= :now_ms),
+       greatest(:now_ms - min(vesting_ms), 0)
 FROM pointers GROUP BY token ORDER BY token;
 
 -- name: count_empty_zones

@@ -110,9 +110,9 @@ CREATE TABLE queues (
     unclaimed_retention_ms  bigint NOT NULL
 );
 
--- Depths, payload bytes of live messages and totals of each queue, in rows whose sums count, so that processes do not wait for each
--- other: a process adds to one of the slots 0 to 15, a publish to slot 16 + log of a head that it
--- holds. A row of ended has the number next_sequence * 16 + slot.
+-- Depths, payload bytes of live messages and totals of each queue, in rows whose sums count, so that
+-- processes do not wait for each other: a process adds to one of the slots 0 to 15, a publish to slot
+-- 16 + log of a head that it holds. A row of ended has the number next_sequence * 16 + slot.
 CREATE TABLE queue_counts (
     queue               integer NOT NULL,
     slot                smallint NOT NULL,
