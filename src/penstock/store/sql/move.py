@@ -256,25 +256,18 @@ class SqlMove(SqlSettle, SqlPublish):
             "take_ended", queue=to.number, message_ids=arriving, states=[False, True]
         )
         before: dict[int, int] = {message_id: attempts for message_id, attempts, _ in ended}
+        # Attempts in the other queue come first, and attempts only grow.
+        rows = [(message_id, before.get(message_id, 0)) for message_id in arriving]
+        own = {"queue": queue.number, "to_queue": to.number}
+        database.run("move_attempts", **own, **columns(rows, "message_ids", "befores"))
         items = Items()
-        if arriving:
-            # Attempts in the other queue come first, and attempts only grow.
-            befores = [before.get(message_id, 0) for message_id in arriving]
-            database.run(
-                "move_attempts",
-                queue=queue.number,
-                to_queue=to.number,
-                message_ids=arriving,
-                befores=befores,
-            )
-            for message_id, first in zip(arriving, befores, strict=True):
-                attempts, vesting_ms = leaving[message_id]
-                attempts = min(first + attempts, MAX_ATTEMPTS)
-                vesting_ms = max(now_ms, vesting_ms)
-                items.add(to, message_id, known[message_id], vesting_ms, attempts)
-            if not dead:
-                self.check_room(items.counts, items.sizes)
-            self.add_items(items, now_ms)
+        for message_id, first in rows:
+            attempts, vesting_ms = leaving[message_id]
+            attempts, vesting_ms = min(first + attempts, MAX_ATTEMPTS), max(now_ms, vesting_ms)
+            items.add(to, message_id, known[message_id], vesting_ms, attempts)
+        if not dead:
+            self.check_room(items.counts, items.sizes)
+        self.add_items(items, now_ms)
         self.wake(to, len(ids))
         if queue.fifo:
             # The head of a group may be gone, which other messages of it have waited for.
