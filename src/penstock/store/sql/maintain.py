@@ -198,22 +198,16 @@ class SqlMaintain(SqlClaim):
         ):
             return 0
         self._retention_looked_ms = now_ms
-        removed = 0
+        removed, count = 0, 1
         # Once more after some were removed: the next ones may be due as well.
-        while removed < budget:
-            self.retention_ms = None
-            due = self._first_to_trim()
-            count = 0
-            for queue, state, at_ms, kept_ms in due:
-                if at_ms <= now_ms and removed + count < budget:
-                    room = min(CHUNK, budget - removed - count)
-                    before = sequence_at(now_ms - kept_ms + 1)
-                    count += self._trim(queue, state, now_ms, room, before)
-            removed += count
-            for _, _, at_ms, _ in due:
+        while count and removed < budget:
+            count, self.retention_ms = 0, None
+            for queue, state, at_ms, kept_ms in self._first_to_trim():
                 self.due_for_retention(at_ms)
-            if not count:
-                break
+                if at_ms <= now_ms and removed < budget:
+                    room, before = min(CHUNK, budget - removed), sequence_at(now_ms - kept_ms + 1)
+                    gone = self._trim(queue, state, now_ms, room, before)
+                    count, removed = count + gone, removed + gone
         return removed
 
     def _first_to_trim(self) -> list[tuple[SqlQueue, State, int, int]]:

@@ -181,24 +181,22 @@ class SqlQueues(SqlMove, SqlRouting):
         draining = [queue for queue in self.by_name.values() if queue.coverage.draining]
         if not draining:
             return 0
-        removed = 0
-        routed_up_to = self.routed_up_to()
+        removed, routed_up_to = 0, self.routed_up_to()
         for queue in draining:
             live = queue.coverage.live
             if live and (live[-1].end or 0) > routed_up_to:
                 continue
             pending = {each.number for each in self.with_dead_letters()}
-            if queue.number not in pending and not self._has_live(queue, now_ms):
-                # Another process may be faster.
-                ended = (State.DONE, State.FAILED)
-                with suppress(QueueNotFound):
-                    if removed < budget:
-                        made_ms, room = queue.spec.created_at_ms, budget - removed
-                        removed += self.purge(
-                            queue.name, ended, now_ms, limit=room, created_at_ms=made_ms
-                        )
-                    if removed < budget:
-                        removed += self._delete(queue.name, now_ms, drained=True)
+            if queue.number in pending or self._has_live(queue, now_ms):
+                continue
+            ended, made_ms = (State.DONE, State.FAILED), queue.spec.created_at_ms
+            # Another process may be faster.
+            with suppress(QueueNotFound):
+                if removed < budget:
+                    bounds = {"limit": budget - removed, "created_at_ms": made_ms}
+                    removed += self.purge(queue.name, ended, now_ms, **bounds)
+                if removed < budget:
+                    removed += self._delete(queue.name, now_ms, drained=True)
         return removed
 
     def _has_live(self, queue: SqlQueue, now_ms: int) -> bool:
