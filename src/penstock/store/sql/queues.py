@@ -193,8 +193,9 @@ class SqlQueues(SqlMove, SqlRouting):
             # Another process may be faster.
             with suppress(QueueNotFound):
                 if removed < budget:
-                    bounds = {"limit": budget - removed, "created_at_ms": made_ms}
-                    removed += self.purge(queue.name, ended, now_ms, **bounds)
+                    removed += self.purge(
+                        queue.name, ended, now_ms, limit=budget - removed, created_at_ms=made_ms
+                    )
                 if removed < budget:
                     removed += self._delete(queue.name, now_ms, drained=True)
         return removed
