@@ -9,6 +9,7 @@ over a slow line is not cut off.
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -54,6 +55,9 @@ _LOCKED: Final = "55P03"
 _ABORTED: Final = frozenset({"40001", "40P01", _LOCKED})
 # A message came into a queue twice, with what was tried.
 _COMES_TWICE: Final = frozenset({"items_pkey", "attempts_pkey"})
+_NULL_COLUMN: Final = re.compile(r'null value in column "(\w+)"')
+# CockroachDB: the outcome of a transaction is not known.
+_AMBIGUOUS: Final = "40003"
 # Classes and codes that say that there is no such place: invalid_authorization, no such database.
 _WRONG_PLACE: Final = ("28", "3D")
 # The same in the words of libpq, which gives no code when it connects.
@@ -443,6 +447,8 @@ class Connection:
             self.close()
             return Lost(f"the connection to the database was lost: {_said(error)}")
         self._liveness.note_answer()
+        if error.sqlstate == _AMBIGUOUS:
+            return Lost(f"the database does not know whether it was done: {_said(error)}")
         return translated(error)
 
     def execute_or_close(self, text: sql.SQL | sql.Composed) -> None:
@@ -509,6 +515,9 @@ def translated(error: psycopg.Error) -> PenstockError:
         return aborted
     if code.startswith("23"):
         rule = error.diag.constraint_name or error.diag.column_name or ""
+        if not rule and (column := _NULL_COLUMN.search(said)):
+            # CockroachDB names the column in its message alone.
+            rule = column[1]
         if rule in _COMES_TWICE:
             # Another process has put the same message into the queue: the next attempt sees it.
             return Aborted(f"a message has come into a queue meanwhile: {said}")

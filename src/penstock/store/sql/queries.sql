@@ -395,7 +395,7 @@ SELECT message_ids FROM request
 -- out of date.
 WITH locked AS MATERIALIZED (
     SELECT h.log FROM log_heads h
-    WHERE h.log = ANY (:heads::integer[]) AND {known_head}
+    WHERE h.log = ANY (:heads::bigint[]) AND {known_head}
     ORDER BY h.log FOR UPDATE
 ), {stored_with_zones};
 
@@ -1058,16 +1058,20 @@ WITH over AS MATERIALIZED (
            :unseen::bigint = 0 AND {exhausted} AS fails,
            CASE WHEN :unseen::bigint = 1 THEN i.visible_at_ms
                 ELSE :now_ms + d.full_ms
-                     - floor(d.random * (d.full_ms / 2.0::double precision))::bigint END AS until_ms
+                     - floor(d.random * (d.full_ms::double precision
+                                         / 2::double precision))::bigint END AS until_ms
     FROM items i
     JOIN queues q ON q.number = i.queue
     CROSS JOIN LATERAL (
         SELECT array_position(:own::bigint[], i.queue::bigint) AS at
     ) AS o
     CROSS JOIN LATERAL (
-        SELECT least((:caps::bigint[])[o.at]::double precision, (:delays::bigint[])[o.at] * power(
-            2::double precision, least(greatest(i.attempts - i.forgiven, 1) - 1, 63)))::bigint
-            AS full_ms,
+        SELECT least(
+                (:caps::bigint[])[o.at]::double precision,
+                (:delays::bigint[])[o.at]::double precision * power(
+                    2::double precision,
+                    least(greatest(i.attempts - i.forgiven, 1) - 1, 63)::double precision)
+            )::bigint AS full_ms,
             (:randoms::double precision[])[1 + i.message_id % cardinality(:randoms)] AS random
     ) AS d
     WHERE {of_receipts} AND i.vesting_ms > :now_ms
@@ -1123,7 +1127,7 @@ WITH gone AS (
                * :slots + :slot,
            g.message_id, :now_ms, g.attempts,
            CASE WHEN :why::bytea <> '' THEN :why
-                ELSE convert_to(concat('released ', g.max_attempts, ' times'), 'UTF8') END
+                ELSE convert_to(format('released %s times', g.max_attempts), 'UTF8') END
     FROM gone g JOIN counted c ON c.queue = g.queue
 ), tried AS (
     INSERT INTO attempts
