@@ -25,8 +25,9 @@ from penstock import (
     Worker,
 )
 from penstock.server import running
-from penstock.worker.leases import Batch, Heartbeat, UnsettledReceipts
+from penstock.worker.leases import Batch, Heartbeat, Settler
 from penstock.worker.outcome import (
+    ACK,
     Action,
     Settlement,
     handle,
@@ -35,7 +36,7 @@ from penstock.worker.outcome import (
     resolve,
     settlement_of,
 )
-from penstock.worker.stats import Activity, Held, WorkerCounters
+from penstock.worker.stats import Activity, WorkerCounters
 from penstock.worker.worker import is_final
 
 
@@ -219,21 +220,24 @@ def test_a_module_that_can_not_be_imported(tmp_path: Any, monkeypatch: pytest.Mo
 
 
 def test_ends_that_are_alike_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = UnsettledReceipts()
+    clock = ManualClock()
+    counters = WorkerCounters(clock, lambda _: None)
+    broker = cast("penstock.Broker", Refusing())
+    settler = Settler(broker, clock, counters, Heartbeat(broker, clock, counters))
     for n in range(5):
-        ends.put(Batch(Action.ACK, None, "", [f"a{n}"]))
-    ends.put(Batch(Action.RELEASE, None, "x", ["b"]))
-    ends.put(Batch(Action.RELEASE, 0, "x", ["c"]))
-    ends.put(Batch(Action.RELEASE, None, "x", ["d"]))
-    assert len(ends) == 8
+        settler.put(ACK, [f"a{n}"], hurry=False)
+    settler.put(Settlement(Action.RELEASE, None, "x"), ["b"], hurry=False)
+    settler.put(Settlement(Action.RELEASE, 0, "x"), ["c"], hurry=False)
+    settler.put(Settlement(Action.RELEASE, None, "x"), ["d"], hurry=False)
+    assert settler.unsettled == 8
     monkeypatch.setattr("penstock.limits.MAX_RECEIPTS", 3)
-    assert ends.take() == [
+    assert settler.take() == [
         Batch(Action.ACK, None, "", ["a0", "a1", "a2"]),
         Batch(Action.ACK, None, "", ["a3", "a4"]),
         Batch(Action.RELEASE, None, "x", ["b", "d"]),
         Batch(Action.RELEASE, 0, "x", ["c"]),
     ]
-    assert (len(ends), ends.take()) == (0, [])
+    assert settler.take() == []
 
 
 class Refusing:
@@ -351,7 +355,7 @@ def test_counters() -> None:
     assert counters.add_settled(Action.ACK, [Outcome("r", each) for each in answers]) == 2
     back = (OutcomeStatus.RETRYING, OutcomeStatus.FAILED)
     assert counters.add_settled(Action.RELEASE, [Outcome("r", each) for each in back]) == 0
-    stats = counters.snapshot({"q": Held(1, 2, 0.5)}, unsettled=3)
+    stats = counters.snapshot([("q", 0.5)], ["q", "q"], unsettled=3)
     assert (stats.in_progress, stats.prefetched, stats.longest_seconds) == (1, 2, 0.5)
     assert (stats.claimed, stats.processed, stats.stale) == (2, 1, 2)
     assert (stats.queues["q"].claimed, stats.queues["q"].failed) == (2, 1)

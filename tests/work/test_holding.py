@@ -29,9 +29,8 @@ from penstock.worker.leases import (
     Claimer,
     Heartbeat,
     Settler,
-    UnsettledReceipts,
 )
-from penstock.worker.outcome import ACK, Action
+from penstock.worker.outcome import ACK, Action, Settlement
 from penstock.worker.state import WorkerSettings, WorkerState
 from penstock.worker.stats import WorkerCounters
 from penstock.worker.worker import is_final
@@ -142,7 +141,7 @@ def test_a_stop_does_not_wait_for_a_pause_to_end(broker: Broker, clock: ManualCl
     wait_until(lambda: (clock.advance(1_000), len(spy.calls.get("ack", [])) >= 8)[1])
     tried = len(spy.calls["ack"])
     left: list[int] = []
-    stopping = threading.Thread(target=lambda: left.append(settler.stop(5_000)))
+    stopping = threading.Thread(target=lambda: left.append(settler.finish(5_000)))
     stopping.start()
     wait_until(lambda: settler._stopping)
     # Tried again every now and then, not just once.
@@ -155,22 +154,22 @@ def test_a_stop_does_not_wait_for_a_pause_to_end(broker: Broker, clock: ManualCl
     assert broker.stats("q").done == 1
 
 
-def test_acks_do_not_wait_for_releases_of_many_kinds() -> None:
-    ends = UnsettledReceipts()
+def test_acks_do_not_wait_for_releases_of_many_kinds(broker: Broker, clock: ManualClock) -> None:
+    settler = settler_of(broker, clock)
     for n in range(MAX_RELEASES + 3):
-        ends.put(Batch(Action.RELEASE, None, f"reason {n}", [f"r{n}"]))
-    ends.put(Batch(Action.ACK, None, "", ["a"]))
-    first = ends.take()
+        release = Settlement(Action.RELEASE, reason=f"reason {n}")
+        settler.put(release, [f"r{n}"], hurry=False)
+    settler.put(ACK, ["a"], hurry=False)
+    first = settler.take()
     assert first[0] == Batch(Action.ACK, None, "", ["a"])
     assert [batch.reason for batch in first[1:]] == [f"reason {n}" for n in range(MAX_RELEASES)]
-    assert len(ends) == 3
-    ends.put(Batch(Action.ACK, None, "", ["b"]))
-    second = ends.take()
+    settler.put(ACK, ["b"], hurry=False)
+    second = settler.take()
     assert [batch.receipts[0] for batch in second] == [
         "b",
         *(f"r{MAX_RELEASES + n}" for n in range(3)),
     ]
-    assert (len(ends), ends.take()) == (0, [])
+    assert settler.take() == []
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -253,9 +252,9 @@ def test_a_queue_is_looked_at_again(
             counters=counters,
             heartbeat=heartbeat,
             settler=Settler(broker, clock, counters, heartbeat),
-            on_idle=lambda: None,
+            on_change=lambda: None,
         )
-        return Claimer(broker, "q", state, fifo=fifo, on_end=lambda: None)
+        return Claimer(broker, "q", state, fifo=fifo)
 
     claimer = made()
     assert claimer.lease_ms == MINUTE_MS

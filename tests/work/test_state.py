@@ -57,7 +57,7 @@ class Parts:
             counters=counters,
             heartbeat=self.heartbeat,
             settler=self.settler,
-            on_idle=lambda: None,
+            on_change=lambda: None,
         )
         self.lost: list[str] = []
         self.heartbeat.on_lost = self.lost.extend
@@ -76,7 +76,7 @@ class Parts:
 
     def settled(self) -> list[tuple[Action, list[str]]]:
         """Return what was given to the settler since the last call."""
-        return [(batch.action, batch.receipts) for batch in self.settler._receipts.take()]
+        return [(batch.action, batch.receipts) for batch in self.settler.take()]
 
     @property
     def waiting(self) -> int:
@@ -87,7 +87,7 @@ class Parts:
         return self.state.counts[0]
 
     def stats(self) -> WorkerStats:
-        return self.state.counters.snapshot(unsettled=0)
+        return self.state.counters.snapshot()
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -61,15 +61,7 @@ LAST_PAUSE_MS: Final = 250
 class Claimer:
     """The thread that claims from one queue."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        queue: str,
-        state: WorkerState,
-        *,
-        fifo: bool,
-        on_end: Callable[[], None],
-    ) -> None:
+    def __init__(self, broker: Broker, queue: str, state: WorkerState, *, fifo: bool) -> None:
         """Read the queue's settings; a FIFO queue is refused without ``fifo``."""
         self._broker = broker
         self._queue = queue
@@ -81,7 +73,6 @@ class Claimer:
         # A client has no such verb: its server counts collisions, for all its clients.
         self._contention: Callable[[], Any] = getattr(broker, "contention", lambda: None)
         self._old_collisions = self._collisions()
-        self._on_end = on_end
         # Whether its last claim has been answered.
         self.ended = False
         self._thread = threading.Thread(
@@ -116,7 +107,7 @@ class Claimer:
                 took_ms = (self._clock.seconds() - began) * 1000
                 self._state.pause(int(self._settings.scan_interval_ms * jitter - took_ms))
         self.ended = True
-        self._on_end()
+        self._state.on_change()
 
     def _collisions(self) -> int:
         """Return how often other processes took messages first, in all claims of this broker."""
@@ -177,18 +168,18 @@ class Ticker:
         """Call ``tick`` now: something may be due earlier than it said."""
         with self._wake:
             self._woken = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def wake_idle(self) -> None:
         """Call ``tick`` now if it saw nothing that comes due; else that comes due before this."""
         if self._idle:
             self.wake()
 
-    def stop(self) -> None:
-        """End after the call that is under way, if one is."""
+    def stop(self, *, join: bool = True) -> None:
+        """End after the call that is under way, if one is; ``join`` waits for that."""
         self._stopped = True
         self.wake()
-        if self._thread.is_alive():
+        if join and self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
@@ -335,129 +326,90 @@ class Batch(NamedTuple):
     receipts: list[str]
 
 
-class UnsettledReceipts:
-    """The receipts to settle, grouped by how. Pure bookkeeping."""
-
-    def __init__(self) -> None:
-        self._groups: dict[tuple[Action, int | None, str], list[str]] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def put(self, batch: Batch) -> None:
-        """Add receipts that are settled alike."""
-        self._groups.setdefault(batch[:3], []).extend(batch.receipts)
-        self._count += len(batch.receipts)
-
-    def take(self) -> list[Batch]:
-        """Remove and return all acks and then some releases, in as few calls as possible."""
-        acks = [how for how in self._groups if how[0] is Action.ACK]
-        releases = [how for how in self._groups if how[0] is not Action.ACK]
-        size = limits.MAX_RECEIPTS
-        batches = []
-        for how in (*acks, *releases[:MAX_RELEASES]):
-            receipts = self._groups.pop(how)
-            self._count -= len(receipts)
-            batches += [
-                Batch(*how, receipts[at : at + size]) for at in range(0, len(receipts), size)
-            ]
-        return batches
-
-
-class Settler:
-    """The thread that settles."""
+class Settler(Ticker):
+    """The receipts to settle, grouped by how, and the thread that settles them. Thread-safe."""
 
     def __init__(
         self, broker: Broker, clock: Clock, counters: WorkerCounters, heartbeat: Heartbeat
     ) -> None:
+        super().__init__("penstock-settler", self.tick, clock)
         self._broker = broker
-        self._clock = clock
         self._heartbeat = heartbeat
         self._counters = counters
         self._activity = counters.activity("settling")
         # Called when the state may have room for more messages.
         self.on_settled: Callable[[], None] | None = None
-        self._changed = threading.Condition()
-        self._receipts = UnsettledReceipts()
-        self._under_way = 0
-        self._hurry = False
+        self._groups: dict[tuple[Action, int | None, str], list[str]] = {}
+        self.unsettled = 0
+        # Whether the receipts wait for others to share their call.
+        self._lingers = False
+        # When a store that failed may be called again.
+        self._resume_ms = 0
         self._stopping = False
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="penstock-settler", daemon=True)
-
-    @property
-    def unsettled(self) -> int:
-        """How many receipts the store has not confirmed yet."""
-        return len(self._receipts) + self._under_way
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def put(self, settlement: Settlement, receipts: list[str], *, hurry: bool) -> None:
         """Settle these receipts soon; ``hurry``: no others could share their call."""
         if not receipts:
             return
         self._heartbeat.mark_settling(receipts)
-        with self._changed:
-            first = not len(self._receipts)
+        with self._wake:
+            first = not self._groups
             how = (settlement.action, settlement.delay_ms, settlement.reason)
-            self._receipts.put(Batch(*how, receipts))
-            if hurry:
-                self._hurry = True
+            self._groups.setdefault(how, []).extend(receipts)
+            self.unsettled += len(receipts)
             if first or hurry:
-                self._changed.notify_all()
+                self._lingers = not hurry
+                self.wake()
 
-    def stop(self, within_ms: int) -> int:
+    def take(self) -> list[Batch]:
+        """Remove and return all acks and then some releases, in as few calls as possible."""
+        acks = [how for how in self._groups if how[0] is Action.ACK]
+        releases = [how for how in self._groups if how[0] is not Action.ACK]
+        size = limits.MAX_RECEIPTS
+        return [
+            Batch(*how, receipts[at : at + size])
+            for how in (*acks, *releases[:MAX_RELEASES])
+            for receipts in [self._groups.pop(how)]
+            for at in range(0, len(receipts), size)
+        ]
+
+    def finish(self, within_ms: int) -> int:
         """Settle all receipts, for so long if the store does not answer; return how many remain."""
         until_ms = self._heartbeat.now_ms() + within_ms
-        with self._changed:
-            self._hurry = True
+        with self._wake:
             self._stopping = True
-            self._changed.notify_all()
+            self._lingers = False
+            self._resume_ms = min(self._resume_ms, self._heartbeat.now_ms() + LAST_PAUSE_MS)
+            self.wake()
             while self.unsettled and (left_ms := until_ms - self._heartbeat.now_ms()) > 0:
-                self._clock.wait(self._changed, left_ms)
-            self._stopped = True
-            self._changed.notify_all()
-        if not self.unsettled and self._thread.is_alive():
-            self._thread.join()
+                self._clock.wait(self._wake, left_ms)
+        self.stop(join=not self.unsettled)
         return self.unsettled
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not (len(self._receipts) or self._stopped):
-                    self._clock.wait(self._changed, None)
-                if not (self._hurry or self._stopping or self._stopped):
-                    self._clock.wait(self._changed, LINGER_MS)
-                if self._stopped:
-                    return
-                self._hurry = False
-                batches = self._receipts.take()
-                self._under_way = sum(len(batch.receipts) for batch in batches)
-            pause_ms = 0
-            for batch in batches:
-                pause_ms = max(pause_ms, self._settle(batch))
-                with self._changed:
-                    self._under_way -= len(batch.receipts)
-                    self._changed.notify_all()
-            if self.on_settled is not None:
-                self.on_settled()
-            self._pause(pause_ms)
+    def tick(self) -> int | None:
+        """Settle the receipts that are due; return in how many ms more are."""
+        with self._wake:
+            if not self._groups:
+                return None
+            pause_ms = self._resume_ms - self._heartbeat.now_ms()
+            if pause_ms > 0 or self._lingers:
+                self._lingers = False
+                return max(LINGER_MS, pause_ms)
+            batches = self.take()
+        for batch in batches:
+            settled = self._settle(batch)
+            with self._wake:
+                if settled:
+                    self.unsettled -= len(batch.receipts)
+                    self._wake.notify_all()
+                else:
+                    self._groups.setdefault(batch[:3], []).extend(batch.receipts)
+        if self.on_settled is not None:
+            self.on_settled()
+        return 0
 
-    def _pause(self, pause_ms: int) -> None:
-        began_ms = self._heartbeat.now_ms()
-        with self._changed:
-            while not self._stopped:
-                longest_ms = min(pause_ms, LAST_PAUSE_MS) if self._stopping else pause_ms
-                left_ms = began_ms + longest_ms - self._heartbeat.now_ms()
-                if left_ms <= 0:
-                    return
-                self._clock.wait(self._changed, left_ms)
-
-    def _settle(self, batch: Batch) -> int:
-        """Settle a batch, or put it back; return how many ms to wait before the next."""
+    def _settle(self, batch: Batch) -> bool:
+        """Settle a batch; say whether that is done with, one way or the other."""
         try:
             if batch.action is Action.ACK:
                 outcomes = self._broker.ack(batch.receipts)
@@ -471,17 +423,17 @@ class Settler:
         except InvalidInput:
             # The store would refuse the batch for ever; the leases end by themselves.
             log.exception("%d messages can't be settled", len(batch.receipts))
-            self._heartbeat.forget(batch.receipts)
-            return 0
         except Exception as error:  # the thread must outlive every error
             pause_ms = self._activity.failed(error)
-            with self._changed:
-                self._receipts.put(batch)
-            return pause_ms
-        self._activity.worked()
+            if self._stopping:
+                pause_ms = min(pause_ms, LAST_PAUSE_MS)
+            self._resume_ms = max(self._resume_ms, self._heartbeat.now_ms() + pause_ms)
+            return False
+        else:
+            self._activity.worked()
+            refused = self._counters.add_settled(batch.action, outcomes)
+            if refused:
+                text = "%d of %d messages were not settled: their lease had ended"
+                log.warning(text, refused, len(outcomes))
         self._heartbeat.forget(batch.receipts)
-        refused = self._counters.add_settled(batch.action, outcomes)
-        if refused:
-            text = "%d of %d messages were not settled: their lease had ended"
-            log.warning(text, refused, len(outcomes))
-        return 0
+        return True

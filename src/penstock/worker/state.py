@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from enum import Enum
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock import limits
 from penstock.worker.outcome import CUT_OFF, Action, Settlement, over_limit
-from penstock.worker.stats import Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.model import Delivery
     from penstock.worker.leases import Heartbeat, Settler
     from penstock.worker.outcome import Handler
-    from penstock.worker.stats import WorkerCounters
+    from penstock.worker.stats import WorkerCounters, WorkerStats
 
 log = logging.getLogger("penstock.worker")
 
@@ -44,7 +41,6 @@ AHEAD_BYTES: Final = 16 * 1024 * 1024
 MAX_AHEAD: Final = 1_000
 # The mean time of a handler is that of about so many messages.
 MEAN_OF: Final = 32
-_queue_of: Final = attrgetter("delivery.queue")
 NOT_BEGUN: Final = Settlement(Action.GIVE_BACK, reason="not begun: the worker was stopped")
 STRANDED: Final = Settlement(Action.GIVE_BACK, reason="not begun: no handler is free")
 
@@ -98,16 +94,18 @@ class WorkerState:
         heartbeat: Heartbeat,
         settler: Settler,
         counters: WorkerCounters,
-        on_idle: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
-        """``on_idle`` is called when a closing worker has nothing left to do."""
+        """``on_change`` is called when the worker may have become ready, not ready, or idle."""
         self.settings = settings
         self._slots = slots
         self.clock = clock
         self._heartbeat = heartbeat
+        heartbeat.on_lost = self.lose
         self._settler = settler
+        settler.on_settled = self._look_for_room
         self.counters = counters
-        self._on_idle = on_idle
+        self.on_change = on_change
         self._waiting: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
         # Running tasks whose end does not count any more; nobody knows how long they take.
@@ -126,8 +124,6 @@ class WorkerState:
         self._room = threading.Condition(self._lock)
         # Called when a message can be taken, for a pool that can't wait in take().
         self.on_ready: Callable[[], None] | None = None
-        # Called when there is a slot again, or none any more.
-        self.on_slots: Callable[[], None] | None = None
         # Called when a message has begun, for the watch over time limits.
         self.on_begun: Callable[[], None] | None = None
 
@@ -136,18 +132,14 @@ class WorkerState:
         """How many messages run, and how many wait."""
         return len(self._running), len(self._waiting)
 
-    def held(self) -> dict[str, Held]:
-        """Return how many messages of each queue run and wait, and for how long the first runs."""
+    def stats(self) -> WorkerStats:
+        """Return the counters, and the messages that are held."""
         with self._lock:
-            running = list(self._running.values())
-            waiting = Counter(map(_queue_of, self._waiting.values()))
+            began = [(task.delivery.queue, task.began_ms) for task in self._running.values()]
+            waiting = [task.delivery.queue for task in self._waiting.values()]
         now_ms = self._heartbeat.now_ms()
-        found = {queue: Held(prefetched=count) for queue, count in waiting.items()}
-        for task in running:
-            count, prefetched, longest_s = found.get(task.delivery.queue, Held())
-            longest_s = max(longest_s, (now_ms - task.began_ms) / 1000)
-            found[task.delivery.queue] = Held(count + 1, prefetched, longest_s)
-        return found
+        running = [(queue, (now_ms - began_ms) / 1000) for queue, began_ms in began]
+        return self.counters.snapshot(running, waiting, unsettled=self._settler.unsettled)
 
     @property
     def idle(self) -> bool:
@@ -289,17 +281,14 @@ class WorkerState:
         with self._lock:
             self._slots += 1
             self._room.notify_all()
-        if self.on_slots is not None:
-            self.on_slots()
+        self.on_change()
 
     def shut_slot(self) -> None:
         """Note that one message less can be worked on, nobody knows for how long."""
         with self._lock:
             self._slots -= 1
             self._strand()
-        if self.on_slots is not None:
-            self.on_slots()
-        self._report_idle()
+        self.on_change()
 
     def _strand(self) -> None:
         """Give back the waiting messages if no slot can take them."""
@@ -372,8 +361,8 @@ class WorkerState:
         task.end = end
         self._detached += 1
 
-    def settled(self) -> None:
-        """Let claimers look again: there may be room."""
+    def _look_for_room(self) -> None:
+        """Let claimers look again: messages were settled."""
         with self._lock:
             self._room.notify_all()
 
@@ -417,4 +406,4 @@ class WorkerState:
 
     def _report_idle(self) -> None:
         if self.closing and self.idle:
-            self._on_idle()
+            self.on_change()

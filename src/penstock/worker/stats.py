@@ -6,7 +6,7 @@ import logging
 import threading
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -17,7 +17,7 @@ from penstock.store.policy import backoff_ms
 from penstock.worker.outcome import Action
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
@@ -70,7 +70,11 @@ MAX_FAILURE_KINDS: Final = 1_000
 class QueueWork(msgspec.Struct, kw_only=True):
     """The work on one queue since the start of the worker, and the messages held now.
 
-    The fields are those of :class:`WorkerStats`.
+    ``processed`` were acked, ``failed`` are handlers that raised, were cut off or died, and
+    ``released`` messages that the store took back for any reason, of which ``exhausted`` were out
+    of attempts. ``lost`` are leases that ended while the worker had the message, ``stale`` acks and
+    releases that the store refused, ``late`` handlers that returned after their message was given
+    back. ``longest_seconds``: how long the handler has run by now that began first.
     """
 
     claimed: int = 0
@@ -88,48 +92,30 @@ class QueueWork(msgspec.Struct, kw_only=True):
     lag_seconds: Histogram = msgspec.field(default_factory=partial(Histogram.over, SECONDS))
     handler_seconds: Histogram = msgspec.field(default_factory=partial(Histogram.over, SECONDS))
 
+    def add_all(self, other: QueueWork) -> None:
+        """Count the work on another queue too."""
+        for name in (*COUNTERS, "in_progress", "prefetched"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest_seconds = max(self.longest_seconds, other.longest_seconds)
+        for name in HISTOGRAMS:
+            getattr(self, name).add_all(getattr(other, name))
 
-class Held(NamedTuple):
-    """The messages of a queue that a worker holds, and how long the first handler runs by now."""
 
-    in_progress: int = 0
-    prefetched: int = 0
-    longest_s: float = 0.0
+class WorkerStats(QueueWork, kw_only=True):
+    """The work of a worker since its start on all queues, and on each of ``queues``.
 
-
-class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a worker since its start, and the messages that it holds.
-
-    ``processed`` were acked, ``failed`` are handlers that raised, were cut off or died, and
-    ``released`` messages that the store took back for any reason, of which ``exhausted`` were out
-    of attempts. ``lost`` are leases that ended while the worker had the message, ``stale`` acks and
-    releases that the store refused, ``late`` handlers that returned after their message was given
-    back, ``collisions`` visits that another process forestalled, ``replaced`` child processes that
+    ``collisions`` are visits that another process forestalled, ``replaced`` child processes that
     died or were killed, ``recycled`` ones that had done their messages or took too much memory.
-    ``longest_seconds``: how long the handler has run by now that began first. ``troubles`` names
-    the activities that do not work at present. ``queues`` tells the same of each queue.
+    ``unsettled`` messages wait for the store's answer. ``troubles`` names the activities that do
+    not work at present.
     """
 
-    claimed: int
-    processed: int
-    failed: int
-    released: int
-    exhausted: int
-    lost: int
-    stale: int
-    late: int
-    collisions: int
-    replaced: int
-    recycled: int
-    in_progress: int
-    prefetched: int
-    unsettled: int
-    longest_seconds: float
-    troubles: tuple[str, ...]
-    failed_by_attempt: Histogram
-    lag_seconds: Histogram
-    handler_seconds: Histogram
-    queues: dict[str, QueueWork]
+    collisions: int = 0
+    replaced: int = 0
+    recycled: int = 0
+    unsettled: int = 0
+    troubles: tuple[str, ...] = ()
+    queues: dict[str, QueueWork] = {}
 
 
 class WorkerCounters:
@@ -203,56 +189,55 @@ class WorkerCounters:
 
     def add_settled(self, action: Action, outcomes: Sequence[Outcome]) -> int:
         """Count the store's answers to an ack or a release; return how many it refused."""
-        by_receipt: dict[str, list[Outcome]] = {}
-        for outcome in outcomes:
-            by_receipt.setdefault(outcome.receipt[:RECEIPT_QUEUE_CHARS], []).append(outcome)
-        all_refused = 0
+        refused = 0
         with self._lock:
-            for start, answers in by_receipt.items():
-                work = self._by_receipt.get(start) or self._of("")
-                accepted = sum(outcome.ok for outcome in answers)
-                if action is Action.ACK:
-                    work.processed += accepted
+            for each in outcomes:
+                work = self._by_receipt.get(each.receipt[:RECEIPT_QUEUE_CHARS]) or self._of("")
+                if not each.ok:
+                    refused += 1
+                    work.stale += 1
+                elif action is Action.ACK:
+                    work.processed += 1
                 else:
-                    work.released += accepted
-                work.exhausted += sum(each.status is OutcomeStatus.FAILED for each in answers)
-                work.stale += len(answers) - accepted
-                all_refused += len(answers) - accepted
-        return all_refused
+                    work.released += 1
+                    work.exhausted += each.status is OutcomeStatus.FAILED
+        return refused
 
     def _of(self, queue: str) -> QueueWork:
-        return self._queues.setdefault(queue, QueueWork())
+        work = self._queues.get(queue)
+        if work is None:
+            work = self._queues[queue] = QueueWork()
+        return work
 
-    def snapshot(self, held: Mapping[str, Held] | None = None, *, unsettled: int) -> WorkerStats:
-        """Return the counters, and the messages that are held of each queue."""
+    def snapshot(
+        self,
+        running: Iterable[tuple[str, float]] = (),
+        waiting: Iterable[str] = (),
+        *,
+        unsettled: int = 0,
+    ) -> WorkerStats:
+        """Return the counters, with the messages held now.
+
+        ``running`` has the queue of each handler that runs, and for how many seconds it has.
+        ``waiting`` has the queue of each message that has not begun.
+        """
+        queues: dict[str, QueueWork] = {}
         with self._lock:
-            for queue in held or {}:
-                self._of(queue)
-            queues = {queue: _copy(work) for queue, work in self._queues.items()}
-            fields: dict[str, Any] = {**self._counts}
-        for queue, (in_progress, prefetched, longest_s) in (held or {}).items():
-            work = queues[queue]
-            work.in_progress, work.prefetched = in_progress, prefetched
-            work.longest_seconds = longest_s
-        works = list(queues.values())
-        for name in (*COUNTERS, "in_progress", "prefetched"):
-            fields[name] = sum(getattr(work, name) for work in works)
-        for name in HISTOGRAMS:
-            total = getattr(QueueWork(), name)
-            for work in works:
-                total.add_all(getattr(work, name))
-            fields[name] = total
-        return WorkerStats(
-            **fields,
-            unsettled=unsettled,
-            longest_seconds=max((work.longest_seconds for work in works), default=0.0),
-            troubles=tuple(each.name for each in self._activities if each.in_trouble),
-            queues=queues,
-        )
-
-
-def _copy(work: QueueWork) -> QueueWork:
-    return msgspec.structs.replace(work, **{n: getattr(work, n).copy() for n in HISTOGRAMS})
+            for queue, work in self._queues.items():
+                queues[queue] = QueueWork()
+                queues[queue].add_all(work)
+            counts = dict(self._counts)
+        for queue in waiting:
+            queues.setdefault(queue, QueueWork()).prefetched += 1
+        for queue, seconds in running:
+            work = queues.setdefault(queue, QueueWork())
+            work.in_progress += 1
+            work.longest_seconds = max(work.longest_seconds, seconds)
+        troubles = tuple(each.name for each in self._activities if each.in_trouble)
+        stats = WorkerStats(**counts, unsettled=unsettled, troubles=troubles, queues=queues)
+        for work in queues.values():
+            stats.add_all(work)
+        return stats
 
 
 class Activity:
@@ -304,16 +289,12 @@ class Activity:
 def serve_metrics(stats: Callable[[], WorkerStats], host: str, port: int) -> Iterator[int]:
     """Serve the Prometheus page inside ``with``; give the port: a free one if 0 was asked for."""
     with needs_extra("server", "a worker's page of metrics"):
-        from prometheus_client import (  # noqa: PLC0415
-            CollectorRegistry,
-            ProcessCollector,
-            start_http_server,
-        )
+        import prometheus_client as prometheus  # noqa: PLC0415
 
-    registry = CollectorRegistry(auto_describe=False)
+    registry = prometheus.CollectorRegistry(auto_describe=False)
     registry.register(WorkerCollector(stats))
-    ProcessCollector(registry=registry)
-    server, thread = start_http_server(port, addr=host, registry=registry)
+    prometheus.ProcessCollector(registry=registry)
+    server, thread = prometheus.start_http_server(port, addr=host, registry=registry)
     try:
         yield server.server_port
     finally:
@@ -343,15 +324,12 @@ class WorkerCollector:
         for kind, texts in (
             (core.CounterMetricFamily, COUNTERS),
             (core.GaugeMetricFamily, GAUGES),
+            (core.HistogramMetricFamily, HISTOGRAMS),
         ):
             for name, text in texts.items():
-                family = kind(start + name, text, labels=["queue"])
+                family: Any = kind(start + name, text, labels=["queue"])
                 for queue, work in stats.queues.items():
-                    family.add_metric([queue], getattr(work, name))
+                    found = getattr(work, name)
+                    values = (found.cumulated(), found.sum) if name in HISTOGRAMS else (found,)
+                    family.add_metric([queue], *values)
                 yield family
-        for name, text in HISTOGRAMS.items():
-            histogram = core.HistogramMetricFamily(start + name, text, labels=["queue"])
-            for queue, work in stats.queues.items():
-                found: Histogram = getattr(work, name)
-                histogram.add_metric([queue], found.cumulated(), found.sum)
-            yield histogram

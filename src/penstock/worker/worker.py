@@ -58,8 +58,7 @@ log = logging.getLogger("penstock.worker")
 # Events for the thread that supervises a worker.
 STOP: Final = "stop"
 STOP_AT_ONCE: Final = "stop at once"
-IDLE: Final = "idle"
-SLOTS: Final = "slots"
+CHANGED: Final = "changed"
 BROKEN: Final = "broken"
 
 # How long handlers that were cut off may take to end, and the store to confirm the last calls.
@@ -217,9 +216,8 @@ class Worker:
     def stats(self) -> WorkerStats:
         """Return its counters since the start, and how many messages it holds."""
         if not self._started:
-            nothing = WorkerCounters(self._clock, self._report_error, self._queues)
-            return nothing.snapshot(unsettled=0)
-        return self._state.counters.snapshot(self._state.held(), unsettled=self._settler.unsettled)
+            return WorkerCounters(self._clock, self._report_error, self._queues).snapshot()
+        return self._state.stats()
 
     def is_lost(self, delivery: Delivery) -> bool:
         """Whether the lease of a message was lost: a handler may look, and give up.
@@ -275,11 +273,8 @@ class Worker:
             counters=counters,
             heartbeat=self._heartbeat,
             settler=self._settler,
-            on_idle=self._report_idle,
+            on_change=lambda: self._events.put((CHANGED, None)),
         )
-        self._heartbeat.on_lost = self._state.lose
-        self._state.on_slots = self._report_slots
-        self._settler.on_settled = self._state.settled
         make_pool: type[Pool] = AsyncPool if is_async(self._function) else ThreadPool
         if self._mode == "processes":
             from penstock.worker.processes import ProcessPool  # noqa: PLC0415
@@ -296,8 +291,7 @@ class Worker:
 
             make_claimer = Subscriber
         self._claimers = [
-            make_claimer(broker, queue, self._state, fifo=fifo, on_end=self._report_idle)
-            for queue in self._queues
+            make_claimer(broker, queue, self._state, fifo=fifo) for queue in self._queues
         ]
         self._pool = make_pool(self._state, self._report_broken)
 
@@ -322,12 +316,6 @@ class Worker:
 
     # --- the thread that supervises it -----------------------------------------------------------
 
-    def _report_idle(self) -> None:
-        self._events.put((IDLE, None))
-
-    def _report_slots(self) -> None:
-        self._events.put((SLOTS, None))
-
     def _report_broken(self, error: BaseException) -> None:
         self._events.put((BROKEN, error))
 
@@ -350,9 +338,8 @@ class Worker:
 
     def _wait(self) -> BaseException | None:
         """Wait until the worker is to end; return the error that has broken it, if one has."""
-        self._note_ready()
-        event, error = self._events.get()
-        while event in {IDLE, SLOTS}:
+        event, error = CHANGED, None
+        while event == CHANGED:
             self._note_ready()
             event, error = self._events.get()
         if event != STOP:
@@ -405,7 +392,7 @@ class Worker:
             if self._pool.can_cut:
                 self._state.wait_for_idle(CUT_MS)
         cut_off = self._state.abandon()
-        left = self._settler.stop(LAST_SETTLE_MS if settle else 0)
+        left = self._settler.finish(LAST_SETTLE_MS if settle else 0)
         self._state.end()
         self._pool.join(CUT_MS)
         self._heartbeat.stop()
