@@ -18,8 +18,8 @@ from tests.work.helping import PATIENCE_SECONDS, alive, fill, reasons, wait_unti
 import penstock
 from penstock import InvalidInput, Message, Worker
 from penstock.testing.checking import assert_clean
-from penstock.worker import processes
-from penstock.worker.processes import ProcessPool
+from penstock.worker import pools
+from penstock.worker.pools import ProcessPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,7 +170,7 @@ def test_children_that_can_not_be_replaced_hold_nothing(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was claimed ahead goes back, and no more is claimed, until a child is there again."""
-    real = processes.Child
+    real = pools.Child
     made: list[int] = []
     mended = threading.Event()
 
@@ -181,7 +181,7 @@ def test_children_that_can_not_be_replaced_hold_nothing(
                 raise RuntimeError("no more children")
             super().__init__(*given)
 
-    monkeypatch.setattr(processes, "Child", Child)
+    monkeypatch.setattr(pools, "Child", Child)
     bodies = [b"die", b"fine", b"fine"]
     ids = broker.publish([Message(body, {"queue": "q"}) for body in bodies])
     worker = Worker(

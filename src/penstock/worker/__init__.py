@@ -1,7 +1,7 @@
 """Workers: an optional runtime above the pull API, the same for every store.
 
 ``worker`` is the public face. It claims, extends leases and settles (``leases``), and runs handlers
-(``pools``, ``processes``); its threads share the messages in ``state``. Nothing else in Penstock
+(``pools``); its threads share the messages in ``state``. Nothing else in Penstock
 needs this package.
 """
 

@@ -24,13 +24,14 @@ import logging
 import traceback
 from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import msgspec
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.validation import check_count, cut_text
+from penstock.validation import check_count, check_optional, cut_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -101,32 +102,25 @@ def over_limit(time_limit_ms: int) -> Settlement:
 
 def settlement_of(error: BaseException) -> Settlement:
     """Settle a message by the error that its handler raised."""
-    try:
-        return _settlement_of(error)
-    except BaseException as failure:
-        # An error whose own text can't be made still needs an answer.
-        text = f"{type(error).__name__}, which can't be read: {type(failure).__name__}"
-        return Settlement(Action.RELEASE, reason=_cut(text), failed=True)
-
-
-def _settlement_of(error: BaseException) -> Settlement:
     if isinstance(error, Settled):
         return LEAVE
-    if isinstance(error, Retry):
-        delay_ms = error.delay_ms
-        if delay_ms is not None:
-            check_count(delay_ms, "delay_ms")
-        reason = _cut(error.reason or "retry")
-        return Settlement(Action.RELEASE, delay_ms, reason, failed=True, place="Retry")
-    reason = _cut("".join(traceback.format_exception_only(error)).strip())
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    trace = "".join(traceback.format_exception(error))
-    return Settlement(Action.RELEASE, None, reason, failed=True, place=place, trace=trace)
-
-
-def _cut(reason: str) -> str:
-    return cut_text(reason, limits.MAX_REASON_BYTES)
+    place = trace = ""
+    delay_ms = None
+    try:
+        if isinstance(error, Retry):
+            place, reason, delay_ms = "Retry", error.reason or "retry", error.delay_ms
+            check_optional(delay_ms, "delay_ms")
+        else:
+            reason = "".join(traceback.format_exception_only(error)).strip()
+            if frames := traceback.extract_tb(error.__traceback__):
+                place = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
+            trace = "".join(traceback.format_exception(error))
+        reason = cut_text(reason, limits.MAX_REASON_BYTES)
+    except BaseException as failure:
+        # An error whose own text can't be made still needs an answer.
+        reason = f"{type(error).__name__}, which can't be read: {type(failure).__name__}"
+        return Settlement(Action.RELEASE, reason=reason[:200], failed=True)
+    return Settlement(Action.RELEASE, delay_ms, reason, failed=True, place=place, trace=trace)
 
 
 # --- finding a handler ----------------------------------------------------------------------------
@@ -134,25 +128,24 @@ def _cut(reason: str) -> str:
 
 def resolve(handler: Handler | str) -> Handler:
     """Find a handler that is named MODULE:FUNCTION, and check that it can be one."""
-    if isinstance(handler, str):
-        found = _import(handler)
-    elif callable(handler):
-        found = handler
-    else:
-        raise InvalidInput(f"a handler is a function, not {type(handler).__name__}")
-    called = getattr(found, "__call__", None)  # noqa: B004 - an object may define it so
-    for each in (found, called):
+    found: Any = _import(handler) if isinstance(handler, str) else handler
+    if not callable(found):
+        said = "a handler is a function, not"
+        if isinstance(handler, str):
+            said = f"{handler!r:.200} is no function, but"
+        raise InvalidInput(f"{said} {type(found).__name__}")
+    for each in (found, getattr(found, "__call__", None)):  # noqa: B004 - an object may define it so
         if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
             raise InvalidInput("a function with yield is no handler: nobody would run it")
-    return found
+    return cast("Handler", found)
 
 
-def _import(handler: str) -> Handler:
-    module_name, colon, path = handler.partition(":")
-    if not (module_name and colon and path):
+def _import(handler: str) -> Any:
+    module_name, _, path = handler.partition(":")
+    if not (module_name and path):
         raise InvalidInput(f"{handler!r:.200} does not name a handler: MODULE:FUNCTION")
     try:
-        found: Any = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
@@ -165,14 +158,10 @@ def _import(handler: str) -> Handler:
             f"module {module_name!r:.200} can't be imported: {type(error).__name__}: {error} "
             f"({last.filename}, line {last.lineno})"
         ) from error
-    for name in path.split("."):
-        found = getattr(found, name, None)
-        if found is None:
-            raise InvalidInput(f"module {module_name!r} has no {path!r:.200}")
-    if not callable(found):
-        raise InvalidInput(f"{handler!r:.200} is no function, but {type(found).__name__}")
-    named: Handler = found
-    return named
+    try:
+        return attrgetter(path)(module)
+    except AttributeError:
+        raise InvalidInput(f"module {module_name!r} has no {path!r:.200}") from None
 
 
 def is_async(handler: Callable[..., object] | None) -> bool:

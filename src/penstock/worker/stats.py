@@ -226,15 +226,16 @@ class WorkerCounters:
             for queue, work in self._queues.items():
                 queues[queue] = QueueWork()
                 queues[queue].add_all(work)
-            counts = dict(self._counts)
+            stats = WorkerStats(unsettled=unsettled, queues=queues)
+            for name, count in self._counts.items():
+                setattr(stats, name, count)
         for queue in waiting:
             queues.setdefault(queue, QueueWork()).prefetched += 1
         for queue, seconds in running:
             work = queues.setdefault(queue, QueueWork())
             work.in_progress += 1
             work.longest_seconds = max(work.longest_seconds, seconds)
-        troubles = tuple(each.name for each in self._activities if each.in_trouble)
-        stats = WorkerStats(**counts, unsettled=unsettled, troubles=troubles, queues=queues)
+        stats.troubles = tuple(each.name for each in self._activities if each.in_trouble)
         for work in queues.values():
             stats.add_all(work)
         return stats

@@ -40,7 +40,14 @@ from penstock.urls import open as open_store
 from penstock.validation import check_count, check_optional, check_queue_name, check_text, cut_text
 from penstock.worker.leases import Claimer, Heartbeat, Settler
 from penstock.worker.outcome import check_middleware, is_async, resolve
-from penstock.worker.pools import AsyncPool, Pool, ThreadPool
+from penstock.worker.pools import (
+    AsyncPool,
+    Pool,
+    ProcessPool,
+    ThreadPool,
+    check_child_options,
+    check_children_possible,
+)
 from penstock.worker.state import WorkerSettings, WorkerState
 from penstock.worker.stats import WorkerCounters
 
@@ -138,11 +145,7 @@ class Worker:
         self._function = resolve(handler)
         check_middleware(self._function, self._settings.middleware)
         if mode == "processes":
-            # Loaded when used: threads need nothing of multiprocessing.
-            from penstock.worker.processes import check_recycling, check_sendable  # noqa: PLC0415
-
-            check_sendable(handler, self._settings.middleware)
-            check_recycling(child_messages, child_memory_bytes)
+            check_child_options(self._settings)
         elif child_messages is not None or child_memory_bytes is not None:
             raise InvalidInput(
                 "child_messages and child_memory_bytes are for mode='processes': a thread can't "
@@ -244,9 +247,7 @@ class Worker:
         self._ended.clear()
         try:
             if self._mode == "processes":
-                from penstock.worker.processes import check_possible  # noqa: PLC0415
-
-                check_possible()
+                check_children_possible()
             broker = open_store(self._store) if isinstance(self._store, str) else self._store
             # A client has the verbs of a broker.
             self._broker = cast("Broker", broker)
@@ -277,8 +278,6 @@ class Worker:
         )
         make_pool: type[Pool] = AsyncPool if is_async(self._function) else ThreadPool
         if self._mode == "processes":
-            from penstock.worker.processes import ProcessPool  # noqa: PLC0415
-
             make_pool = ProcessPool
         # A thread over its time limit goes on beside the handler of its group's next message.
         fifo = make_pool is not ThreadPool or self._settings.time_limit_ms is None
