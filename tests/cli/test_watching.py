@@ -74,7 +74,7 @@ def work(client: Client, queue: str, *, fail: str = "") -> None:
 # --- top ------------------------------------------------------------------------------------------
 
 
-def test_top_on_a_terminal_until_q(url: str, client: Client) -> None:
+def test_top_on_a_terminal_until_ctrl_c(url: str, client: Client) -> None:
     client.create_queue("shown")
     ours, theirs = pty.openpty()
     child = start("top", "--every", "50ms", url=url, stdin=theirs, stdout=theirs, stderr=theirs)
@@ -84,7 +84,7 @@ def test_top_on_a_terminal_until_q(url: str, client: Client) -> None:
         while b"shown" not in said:
             assert select.select([ours], [], [], 60)[0], said
             said += os.read(ours, 4096)
-        os.write(ours, b"q")
+        child.send_signal(signal.SIGINT)
         # The terminal is read on, or the child could not write its last lines.
         with suppress(OSError):
             while os.read(ours, 4096):

@@ -11,8 +11,7 @@ import click
 from click.core import ParameterSource
 
 from penstock.cli import common
-from penstock.cli.common import duration
-from penstock.cli.opening import find_url, is_server, open_store, url_option
+from penstock.cli.common import duration, find_url, is_server, open_store, url_option
 from penstock.client import Client
 from penstock.engines.places import place_at
 from penstock.server import backup as copies

@@ -1,31 +1,51 @@
-"""The commands' shared parts: options, durations, and the two ways of output."""
+"""Parts that the commands share: from ``--url`` to an open broker, options, and output.
+
+The URL of a server or a store::
+
+    --url  →  PENSTOCK_URL  →  PENSTOCK_STORE  →  url of [client] in the config file
+
+The config file is the one that PENSTOCK_CONFIG names, which may be the server's too, or else
+``~/.config/penstock/config.toml``. The key comes from the URL, PENSTOCK_TOKEN or that section;
+files of TLS from options, the URL, PENSTOCK_CA, PENSTOCK_CERT and PENSTOCK_KEY, or the section. A
+client has the verbs of a broker, so that most commands need not know which of the two they work
+on.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import tomllib
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 import msgspec
 
-from penstock.cli import opening
-from penstock.cli.opening import Command
-from penstock.errors import NotAllowed
+import penstock
+from penstock.addresses import FILES, TlsFiles, environment_files
+from penstock.client.transport import servers_of
+from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable, StoreLocked
 from penstock.model import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from rich.text import Text
-    from rich.tree import Tree
-
+    from penstock.addresses import Address
     from penstock.broker.broker import Broker
+    from penstock.broker.reader import Reader
+    from penstock.client import Client
     from penstock.model import Explanation
 
+Command = TypeVar("Command", bound="Callable[..., Any]")
+DEFAULT_SERVER: Final = "penstock://127.0.0.1:8814"
+# How long to wait for a server that has not been there yet.
+PROBE_SECONDS: Final = 5.0
 _PREVIEW_CHARS: Final = 60
 # Tables that go to a file or a pipe are not cut to a screen's width.
 _UNCUT_WIDTH: Final = 10_000
@@ -39,26 +59,144 @@ STATES: Final = [state.value for state in State]
 PURGE_STEP: Final = 50_000
 
 
+# --- opening --------------------------------------------------------------------------------------
+
+
+class ClientSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The section ``[client]`` of the config file."""
+
+    url: str = ""
+    token: str = ""
+    token_file: str = ""
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+
+
+def client_settings() -> ClientSettings:
+    """Read the section ``[client]``."""
+    named = os.environ.get("PENSTOCK_CONFIG")
+    # Path.home() raises for a user without one.
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")  # noqa: PTH111
+    path = Path(named or Path(home) / "penstock" / "config.toml")
+    try:
+        if not named and not path.is_file():
+            return ClientSettings()
+        with path.open("rb") as file:
+            return msgspec.convert(tomllib.load(file).get("client", {}), ClientSettings)
+    except OSError as error:
+        raise InvalidInput(f"the file {path} can't be read: {error.strerror}") from None
+    except msgspec.ValidationError as error:
+        known = ", ".join(ClientSettings.__struct_fields__)
+        raise InvalidInput(f"{path}, section client: {error}; there are {known}") from None
+    except ValueError as error:
+        raise InvalidInput(f"the file {path} is not TOML: {error}") from None
+
+
+def is_server(url: str) -> bool:
+    """Whether a URL names a server, not a store."""
+    return url.startswith(("penstock:", "penstocks:"))
+
+
+def need_store(url: str, command: str, instead: str) -> None:
+    """Refuse a server where a command works on the store itself."""
+    if is_server(url):
+        raise click.ClickException(f"{command} works on a store, not through a server: {instead}")
+
+
+def connect(url: str) -> Client:
+    """Connect to a server; one that is not there is an error at once."""
+    settings, named = client_settings(), servers_of(url)
+    token = named.token or os.environ.get("PENSTOCK_TOKEN", "")
+    # The key of the config file is for the servers that the file names.
+    if not token and (
+        not settings.url or {*named.addresses} <= {*servers_of(settings.url).addresses}
+    ):
+        token = settings.token
+        try:
+            if settings.token_file and not token:
+                token = Path(settings.token_file).expanduser().read_text().strip()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InvalidInput(f"token_file of [client]: {error}") from None
+    given, secure = given_files(), named.scheme == "penstocks"
+    if any(given) and not secure:
+        raise InvalidInput("--ca, --cert and --key are for servers with TLS: penstocks://HOST:PORT")
+    files = given.otherwise(named.files).otherwise(environment_files())
+    files = files.otherwise(TlsFiles(settings.ca, settings.certificate, settings.key))
+    _look_for(named.addresses)
+    tls = files.context() if secure else False
+    try:
+        return penstock.connect(url, token=token, tls=tls, name="penstock-cli")
+    except (NotAllowed, ServerUnreachable) as error:
+        # The parameters of penstock.connect() as the command line has them.
+        text = str(error).replace("token='KEY", "PENSTOCK_TOKEN='KEY").replace(", or with tls=", "")
+        raise type(error)(text) from None
+
+
+def _look_for(addresses: tuple[Address, ...]) -> None:
+    """Raise ServerUnreachable if nobody listens: a client would wait for a server to come."""
+    reasons = []
+    for address in addresses:
+        try:
+            # A name that is none is the client's to refuse.
+            with suppress(UnicodeError):
+                socket.create_connection(address, PROBE_SECONDS / len(addresses)).close()
+        except OSError as error:
+            reasons.append(f"{address}: {error.strerror or error}")
+        else:
+            return
+    raise ServerUnreachable(
+        f"no server at {'; '.join(reasons)}; 'penstock up' starts one, 'penstock doctor' looks for "
+        "what is wrong"
+    )
+
+
+def open_store(url: str, *, make: bool = False, background: bool = False) -> Broker:
+    """Connect to a server, or open a store; a missing one is made only if that is asked for."""
+    if is_server(url):
+        return cast("Broker", connect(url))
+    if url.partition("?")[0] == "memory:":
+        raise click.ClickException(
+            "a store in memory ends with the command: name one that stays, such as rocksdb:./data, "
+            f"or a server, such as {DEFAULT_SERVER}"
+        )
+    try:
+        return penstock.open(url, background=background, create=make)
+    except StoreLocked as error:
+        at = str(error).rpartition(" serves it at ")[2]
+        at = at if is_server(at) else "penstock://HOST:8814, if it is a server"
+        raise StoreLocked(f"{error}; ask that process: --url {at}") from None
+
+
+def open_to_look(url: str, *, read_only: bool = False) -> Broker | Reader:
+    """Open a store for looking: by a reader, if opening it would take it over."""
+    if read_only and is_server(url):
+        raise click.UsageError("--read-only reads a store beside its owner; a server is the owner")
+    if read_only or url.startswith("slatedb+"):
+        return penstock.open_reader(url)
+    return open_store(url)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
 def duration(value: str | int) -> int:
     """Turn ``250ms``, ``30s``, ``5m``, ``2h`` or ``7d`` into milliseconds; a bare number is ms."""
-    from penstock.server.config import UNITS_MS, amount  # noqa: PLC0415 - many commands do without
-
-    try:
-        return amount(value, UNITS_MS, "a duration")
-    except ValueError:
-        text = f"{value!r} is not a duration such as 250ms, 30s, 5m, 2h or 7d"
-        raise click.BadParameter(text) from None
+    return _amount(value, "UNITS_MS", "a duration such as 250ms, 30s, 5m, 2h or 7d")
 
 
 def size(value: str | int) -> int:
     """Turn ``64KB``, ``16MB`` or ``2GB`` into bytes; a bare number is bytes."""
-    from penstock.server.config import UNITS_BYTES, amount  # noqa: PLC0415 - as above
+    return _amount(value, "UNITS_BYTES", "a size such as 64KB, 16MB or 2GB")
+
+
+def _amount(value: str | int, units: str, what: str) -> int:
+    from penstock.server import config  # noqa: PLC0415 - many commands do without
 
     try:
-        return amount(value, UNITS_BYTES, "a size")
+        return config.amount(value, getattr(config, units), what)
     except ValueError:
-        text = f"{value!r} is not a size such as 64KB, 16MB or 2GB"
-        raise click.BadParameter(text) from None
+        raise click.BadParameter(f"{value!r} is not {what}") from None
 
 
 def pairs_of(given: Iterable[str], what: str = "NAME") -> dict[str, str]:
@@ -72,27 +210,6 @@ def pairs_of(given: Iterable[str], what: str = "NAME") -> dict[str, str]:
     return pairs
 
 
-def purge_in_steps(broker: Broker, queue: str, states: Sequence[str]) -> int:
-    """Remove the messages of a queue that are in one of the states, and show how far that is."""
-    removed = depth = 0
-    # A key that may purge a queue may not be allowed to count its messages.
-    with suppress(NotAllowed):
-        stats = broker.stats(queue)
-        depth = sum(getattr(stats, state) for state in set(states))
-    with progress_bar(f"removing messages of {queue}") as bar:
-        while True:
-            one = broker.purge(queue, states=states, limit=PURGE_STEP)
-            removed += one
-            if bar is not None:
-                bar(removed, max(depth, removed))
-            # Messages that come meanwhile must not keep this going for ever.
-            if one < PURGE_STEP or 0 < depth <= removed:
-                return removed
-
-
-# --- options and stores ---------------------------------------------------------------------------
-
-
 def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
     """Make one decorator of several options, in the order of --help."""
 
@@ -104,24 +221,74 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
     return add
 
 
-def _note_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
-    ctx.meta[__name__] = value
+def _note(ctx: click.Context, option: click.Parameter, value: Any) -> None:
+    """Keep the value of an option where functions of this module look it up."""
+    ctx.meta[f"{__name__}.{option.name}"] = value
 
 
-# The functions below that print look it up: no command needs to pass it on.
-json_option = click.option("--json", is_flag=True, expose_value=False, callback=_note_json,
+json_option = click.option("--json", is_flag=True, expose_value=False, callback=_note,
                            help="Print JSON instead of a table.")  # fmt: skip
+
+
+def find_url(given: str | None) -> str:
+    """Return the URL that is meant, wherever it is named."""
+    url = given or client_settings().url
+    if not url:
+        raise click.UsageError(
+            f"which server or store? Give --url {DEFAULT_SERVER} (a server, which 'penstock up' "
+            "starts) or --url rocksdb:./data (a store that no process has open), or set "
+            "PENSTOCK_URL"
+        )
+    return url
+
+
+def url_option(
+    *names: str,
+    help: str,  # noqa: A002 - click's
+    needed: bool = True,
+) -> Callable[[Command], Command]:
+    """Make the option for the URL of a server or a store; empty if it is not given or needed."""
+
+    def find(ctx: click.Context, _: click.Parameter, given: str | None) -> str:
+        return find_url(given) if needed and not ctx.resilient_parsing else given or ""
+
+    variables = ["PENSTOCK_URL", "PENSTOCK_STORE"]
+    text = f"{help}  [env: PENSTOCK_URL]"
+    url = click.option(*names, "store", metavar="URL", envvar=variables, callback=find, help=text)
+    return lambda command: url(tls_options(command))
+
+
+def tls_options(command: Command) -> Command:
+    """Add the options for files of TLS, which :func:`given_files` returns."""
+    about = ("The CA of a server with TLS", "A client certificate", "The key of the certificate")
+    for name, text in reversed([*zip(FILES, about, strict=True)]):
+        command = click.option(
+            f"--{name}",
+            metavar="FILE",
+            expose_value=False,
+            # Before the URL, whose callback may need them.
+            is_eager=True,
+            callback=_note,
+            help=f"{text}, PEM.  [env: PENSTOCK_{name.upper()}]",
+        )(command)
+    return command
+
+
+def given_files() -> TlsFiles:
+    """Return the files of TLS that options of the command name."""
+    ctx = click.get_current_context(silent=True)
+    meta = {} if ctx is None else ctx.meta
+    return TlsFiles(*(meta.get(f"{__name__}.{name}") or "" for name in FILES))
+
+
 store_option = options(
     json_option,
-    opening.url_option(
+    url_option(
         "--url",
         "--store",
         help="A server, such as penstock://127.0.0.1:8814, or a store, such as rocksdb:./data; "
         "writing to a store on object storage takes it over.",
     ),
-)
-read_only_option = click.option(
-    "--read-only", is_flag=True, help="Read a store on object storage beside its owner."
 )
 
 
@@ -140,9 +307,13 @@ def _on_store(opening: Callable[..., Any], *names: str) -> Callable[[Command], C
     return decorate
 
 
-changes_store = _on_store(opening.open_store)
-reads_store = _on_store(opening.open_to_look)
-reads_store_beside = options(read_only_option, _on_store(opening.open_to_look, "read_only"))
+changes_store = _on_store(open_store)
+reads_store = options(
+    click.option(
+        "--read-only", is_flag=True, help="Read a store on object storage beside its owner."
+    ),
+    _on_store(open_to_look, "read_only"),
+)
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -172,7 +343,7 @@ def _readable(value: Any) -> Any:
 
 def wants_json() -> bool:
     """Whether the command was called with --json."""
-    return bool(click.get_current_context().meta.get(__name__))
+    return bool(click.get_current_context().meta.get(f"{__name__}.json"))
 
 
 def emit_json(value: Any) -> None:
@@ -267,28 +438,22 @@ def plain_explanation(found: Explanation) -> dict[str, Any]:
 def show_explanation(found: Explanation) -> None:
     """Print the conditions of a filter as a tree, each with its result and the values it read."""
     from rich.console import Console  # noqa: PLC0415 - a JSON answer does without
+    from rich.text import Text  # noqa: PLC0415
     from rich.tree import Tree  # noqa: PLC0415
 
-    tree = Tree(_label(found))
-    _grow(tree, found)
-    Console(file=sys.stdout, soft_wrap=True).print(tree)
+    def grow(part: Explanation, add: Callable[[Text], Tree]) -> Tree:
+        label = Text(f"{WORDS[part.result]:8}", style=_STYLES[part.result])
+        label.append(printable(part.text), style="default")
+        if part.values:
+            values = ((name, msgspec.json.encode(value).decode()) for name, value in part.values)
+            read = ", ".join(f"{printable(name)} is {printable(value)}" for name, value in values)
+            label.append(f"   ({read})", style="dim")
+        branch = add(label)
+        for each in part.parts:
+            grow(each, branch.add)
+        return branch
 
-
-def _grow(tree: Tree, found: Explanation) -> None:
-    for part in found.parts:
-        _grow(tree.add(_label(part)), part)
-
-
-def _label(found: Explanation) -> Text:
-    from rich.text import Text  # noqa: PLC0415
-
-    label = Text(f"{WORDS[found.result]:8}", style=_STYLES[found.result])
-    label.append(printable(found.text), style="default")
-    if found.values:
-        values = ((name, msgspec.json.encode(value).decode()) for name, value in found.values)
-        read = ", ".join(f"{printable(name)} is {printable(value)}" for name, value in values)
-        label.append(f"   ({read})", style="dim")
-    return label
+    Console(file=sys.stdout, soft_wrap=True).print(grow(found, Tree))
 
 
 def printable(text: str) -> str:
@@ -318,10 +483,10 @@ def when(ms: int | None) -> str:
 
 
 @contextmanager
-def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Give a function to call with (done, in all), which draws a bar; None without a terminal."""
+def progress_bar(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Give a function to call with (done, in all), which draws a bar if there is a terminal."""
     if not sys.stderr.isatty():
-        yield None
+        yield lambda _done, _total: None
         return
     from rich.console import Console  # noqa: PLC0415 - only on a terminal
     from rich.progress import Progress  # noqa: PLC0415
@@ -329,3 +494,20 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task(text, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def purge_in_steps(broker: Broker, queue: str, states: Sequence[str]) -> int:
+    """Remove the messages of a queue that are in one of the states, and show how far that is."""
+    removed = depth = 0
+    # A key that may purge a queue may not be allowed to count its messages.
+    with suppress(NotAllowed):
+        stats = broker.stats(queue)
+        depth = sum(getattr(stats, state) for state in set(states))
+    with progress_bar(f"removing messages of {queue}") as bar:
+        while True:
+            one = broker.purge(queue, states=states, limit=PURGE_STEP)
+            removed += one
+            bar(removed, max(depth, removed))
+            # Messages that come meanwhile must not keep this going for ever.
+            if one < PURGE_STEP or 0 < depth <= removed:
+                return removed

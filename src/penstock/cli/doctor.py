@@ -19,7 +19,7 @@ import msgspec
 from click.shell_completion import get_completion_class
 
 from penstock import __version__
-from penstock.cli import common, opening
+from penstock.cli import common
 from penstock.client.transport import servers_of
 from penstock.clock import SystemClock
 from penstock.errors import NotAllowed, PenstockError
@@ -64,7 +64,7 @@ class Finding(msgspec.Struct, frozen=True):
 @click.command("doctor")
 @click.option("--need", "needs", type=click.Choice(list(EXTRAS)), multiple=True,
               help="It must be there; can be repeated.")  # fmt: skip
-@opening.url_option("--url", "--store", needed=False, help="A server or a store that must answer.")
+@common.url_option("--url", "--store", needed=False, help="A server or a store that must answer.")
 @common.json_option
 @click.pass_context
 def doctor(ctx: click.Context, needs: tuple[str, ...], store: str) -> None:
@@ -73,7 +73,7 @@ def doctor(ctx: click.Context, needs: tuple[str, ...], store: str) -> None:
     Ends with 1 if something that was asked for, by --need or --url, is missing.
     """
     findings = [*_machine(), *_extras(needs), *_java(needed="spark" in needs), *_ports()]
-    if url := store or opening.client_settings().url:
+    if url := store or common.client_settings().url:
         findings += _url(url)
     common.show(findings, ("what", "state", "found=text", "how to get it=hint"), empty="")
     if any(each.state == "missing" for each in findings):
@@ -144,7 +144,7 @@ def _url(url: str) -> Iterator[Finding]:
     shown = without_password(url)
     seconds = SystemClock().seconds
     try:
-        with opening.open_to_look(url) as broker:
+        with common.open_to_look(url) as broker:
             begin = seconds()
             try:
                 count = f"{len(broker.queues()):,} queues"
@@ -158,7 +158,7 @@ def _url(url: str) -> Iterator[Finding]:
         return
     if url.startswith("penstocks:"):
         yield Finding("TLS", "ok", "the certificate is trusted")
-    elif opening.is_server(url) and not all(
+    elif common.is_server(url) and not all(
         is_loopback(each.host) for each in servers_of(url).addresses
     ):
         hint = "penstocks://, and tls.certificate of the server"

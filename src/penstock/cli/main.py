@@ -25,7 +25,7 @@ from penstock.errors import PenstockError, ServerUnreachable
 # Section of --help: name of the command: its module, and its text in --help.
 SECTIONS: Final = {
     "Start": {
-        "up": ("up", "Serve a local directory, with the console, and say what to try."),
+        "up": ("server", "Serve a local directory, with the console, and say what to try."),
         "doctor": ("doctor", "Look for what is missing on this machine."),
         "completion": ("doctor", "Print the completion script of a shell."),
     },
@@ -59,7 +59,7 @@ SECTIONS: Final = {
         "serve": ("server", "Serve a store until SIGTERM or SIGINT."),
         "config": ("server", "Show the settings of a server and where each comes from."),
         "keys": ("server", "Make, list and remove the access keys of a server."),
-        "bench": ("bench", "Measure a server or a store with a short load."),
+        "bench": ("watch", "Measure a server or a store with a short load."),
     },
     "Operations": {
         "backup": ("backup", "Make, list, verify and prune backups of a store."),

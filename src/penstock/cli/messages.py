@@ -11,8 +11,7 @@ import click
 import msgspec
 
 from penstock.cli import common
-from penstock.cli.common import duration
-from penstock.cli.opening import open_store, url_option
+from penstock.cli.common import duration, open_store, url_option
 from penstock.errors import InvalidMessage
 from penstock.filters import Row, parse
 from penstock.model import Message, State, SweepCounts
@@ -187,7 +186,7 @@ def _state_option(states: list[str], default: State) -> Callable[[Any], Any]:
 @click.option("--limit", type=int, default=20, show_default=True, help="How many at most.")
 @click.option("--cursor", help="Go on after a page: what the page gave as its next cursor.")
 @click.option("--id", "message_id", type=int, help="Only this message, in whatever state it is.")
-@common.reads_store_beside
+@common.reads_store
 def browse(broker: Broker | Reader, queue: str, state: str, **given: Any) -> None:
     """Look at messages without claiming them."""
     page = broker.browse(queue, state=state, **given)
@@ -220,7 +219,7 @@ def browse(broker: Broker | Reader, queue: str, state: str, **given: Any) -> Non
 @click.command("attempts")
 @click.argument("queue")
 @click.argument("message_id", type=int)
-@common.reads_store_beside
+@common.reads_store
 def attempts(broker: Broker | Reader, queue: str, message_id: int) -> None:
     """Show every attempt at a message."""
     times = ("claimed=claimed_at_ms", "ended=ended_at_ms")
@@ -231,7 +230,7 @@ def attempts(broker: Broker | Reader, queue: str, message_id: int) -> None:
 @click.command("explain")
 @click.argument("queue")
 @click.argument("message_id", type=int)
-@common.reads_store_beside
+@common.reads_store
 def explain(broker: Broker | Reader, queue: str, message_id: int) -> None:
     """Say why a message is, or is not, in a queue, and where it is."""
     found = broker.explain(queue, message_id)

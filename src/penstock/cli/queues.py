@@ -9,8 +9,7 @@ import click
 import msgspec
 
 from penstock.cli import common
-from penstock.cli.common import duration
-from penstock.cli.opening import open_store
+from penstock.cli.common import duration, open_store
 from penstock.client import Client
 from penstock.clock import SystemClock
 from penstock.errors import QueueExists, QueueNotFound, StoreDamaged
@@ -178,7 +177,7 @@ def delete(broker: Broker, queue: str, *, yes: bool, drain: bool) -> None:
 @click.option("--all", "every", is_flag=True, help="Show all queues, by name.")
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True,
               help="Show so many queues: those with the most live messages.")  # fmt: skip
-@common.reads_store_beside
+@common.reads_store
 def stats(broker: Broker | Reader, queue: str | None, top: int, *, every: bool) -> None:
     """Show depths and totals.
 

@@ -1,11 +1,16 @@
-"""Long-running processes and their care: ``serve``, ``config``, ``work``, ``keys``."""
+"""Long-running processes and their care: ``serve``, ``config``, ``up``, ``work``, ``keys``."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
+import subprocess
 import sys
+import threading
 import typing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,20 +19,18 @@ import click
 import penstock
 from penstock import limits
 from penstock.cli import common
-from penstock.cli.common import duration, size
-from penstock.cli.opening import open_store
+from penstock.cli.common import duration, open_store, size
 from penstock.errors import InvalidInput
 from penstock.server import keys as keys_file
-from penstock.server.config import SETTINGS, configure_logs, load, parse_address
+from penstock.server.config import LISTENERS, OFF, SETTINGS, configure_logs, load, parse_address
 from penstock.server.security import ACTIONS
 from penstock.worker.outcome import resolve
 from penstock.worker.stats import serve_metrics
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from penstock.server.config import Setting
-    from penstock.worker import WorkerStats
 
 _METAVARS: Final = {
     "Duration": "DURATION",
@@ -36,6 +39,8 @@ _METAVARS: Final = {
     "ConsolePlace": "HOST:PORT|on|off",
     "int": "N",
 }
+# How long the route job of 'up' may take to end.
+STOP_SECONDS: Final = 15.0
 
 
 # --- serve and config -----------------------------------------------------------------------------
@@ -112,6 +117,144 @@ def config(config_file: str | None, **flags: Any) -> None:
     common.show_table(("setting", "value", "from"), rows)
 
 
+# --- up -------------------------------------------------------------------------------------------
+
+
+@click.command("up")
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path),
+                default="penstock-data")  # fmt: skip
+@click.option(
+    "--spark", is_flag=True, help="Route with Spark, in a store whose routing is pipeline."
+)
+@click.option("--native", metavar="HOST:PORT", help="Where to serve native clients.")
+@click.option("--http", metavar="HOST:PORT", help="Where to serve the console and SQS.")
+@click.option("--flight", metavar="HOST:PORT", help="Where to serve Arrow Flight.")
+@common.json_option
+def up(directory: Path, *, spark: bool, **places: str | None) -> None:
+    """Serve a local directory, with the console, and say what to try.
+
+    Makes DIRECTORY (./penstock-data) if it is not there, with the store, backups, and for --spark
+    the checkpoint and the log of the route job. A usual port that is taken is replaced by
+    a free one. Only this machine can connect: for others, use 'penstock serve'. Ctrl-C ends it.
+    """
+    if find_spec("pyarrow") is None and places["flight"] is None:
+        places["flight"] = OFF
+    from penstock.server import process  # noqa: PLC0415 - needs an extra
+    from penstock.server.connections import bind  # noqa: PLC0415
+
+    if spark:
+        _need_spark(places["flight"])
+    flags: dict[str, Any] = {f"listen_{name}": OFF for name in LISTENERS}
+    for name, given in places.items():
+        default = str(SETTINGS[f"listen_{name}"].default)
+        flags[f"listen_{name}"] = given or _free(default, bind)
+    store = f"rocksdb:{directory / 'store'}"
+    flags |= {"store": store, "backup_directory": str(directory / "backups")}
+    if spark:
+        flags["routing"] = "pipeline"
+    config = load(environment={}, flags=flags).config
+    configure_logs("warning", "text")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"{directory} can't be made: {error.strerror}") from None
+    with contextlib.ExitStack() as jobs:
+        ends: list[Callable[[], None]] = []
+
+        def say(line: str) -> None:
+            if line.startswith("serving "):
+                places_told = line.rpartition(" at ")[2].split(", ")
+                urls = {url.partition(":")[0]: url for url in places_told}
+                if spark:
+                    ends.append(jobs.enter_context(_route_job(directory, urls["grpc"])))
+                _tell(directory, urls)
+            elif line.startswith("stopping"):
+                # First: it can't work without the server.
+                for end in ends:
+                    end()
+
+        process.serve(config, say)
+    if not common.wants_json():
+        click.echo("stopped")
+
+
+def _free(address: str, bind: Callable[[str, int], list[Any]]) -> str:
+    """Return an address, with a free port if its own is taken."""
+    host, port = parse_address(address)
+    try:
+        sockets = bind(host, port)
+    except InvalidInput:
+        sockets = bind(host, 0)
+    port = sockets[0].getsockname()[1]
+    for each in sockets:
+        each.close()
+    return f"{host}:{port}"
+
+
+def _tell(directory: Path, urls: dict[str, str]) -> None:
+    """Say where the server is, by the schemes of its listeners, and what to try."""
+    native = urls.get("penstock", "")
+    if common.wants_json():
+        found = {"console": urls.get("http", ""), "native": native, "flight": urls.get("grpc", "")}
+        common.emit_json({"directory": str(directory), **found})
+    else:
+        click.echo(f"Penstock is up, in {directory}")
+        for scheme, about in (("http", "console"), ("penstock", "clients"), ("grpc", "Spark")):
+            if scheme in urls:
+                more = "/  (and SQS clients)" if scheme == "http" else ""
+                click.echo(f"  {about:9}{urls[scheme]}{more}")
+        click.echo(
+            f"In another terminal, try:\n  export PENSTOCK_URL={native}\n"
+            "  penstock create orders && penstock send orders hello && penstock top\n"
+            "Ctrl-C ends it; the directory stays."
+        )
+    sys.stdout.flush()
+
+
+def _need_spark(flight: str | None) -> None:
+    missing = [name for name in ("pyspark", "pyarrow") if find_spec(name) is None]
+    if missing or flight == OFF or not (shutil.which("java") or os.environ.get("JAVA_HOME")):
+        raise click.ClickException(
+            "--spark needs pip install 'penstock[spark,flight]', Java 17 or newer, and Flight: "
+            "'penstock doctor --need spark' says what is missing"
+        )
+
+
+@contextlib.contextmanager
+def _route_job(directory: Path, location: str) -> Iterator[Callable[[], None]]:
+    """Run the route job until the end of the block; give a function that tells it to end."""
+    log = directory / "route.log"
+    command = [sys.executable, "-m", "penstock", "pipeline", "route", "--location", location,
+               "--checkpoint", str(directory / "checkpoint")]  # fmt: skip
+    ending = threading.Event()
+    with log.open("ab") as output:
+        # A group of its own, with Java in it: Ctrl-C is for the server, which ends the job.
+        job = subprocess.Popen(  # noqa: S603 - this Python
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
+    def end() -> None:
+        ending.set()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGTERM)
+
+    def watch() -> None:
+        code = job.wait()
+        if not ending.is_set():
+            click.echo(f"the route job has ended with {code}: see {log}", err=True)
+
+    watcher = threading.Thread(target=watch, name="penstock-route-job")
+    watcher.start()
+    try:
+        yield end
+    finally:
+        end()
+        watcher.join(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        watcher.join()
+
+
 # --- work -----------------------------------------------------------------------------------------
 
 
@@ -174,23 +317,17 @@ def work(
             **settings,
         )
         if metrics is not None:
-            _serve_metrics(worker.stats, metrics, stack)
+            host, port = parse_address(metrics)
+            try:
+                port = stack.enter_context(serve_metrics(worker.stats, host, port))
+            except OSError as error:
+                raise InvalidInput(f"metrics can't be served at {metrics}: {error}") from error
+            click.echo(f"metrics at http://{host}:{port}/metrics")
         worker.run()
     stats = worker.stats()
     names = ("processed", "failed", "released", "lost", "stale")
     text = ", ".join(f"{name} {getattr(stats, name)}" for name in names)
     common.answer(stats, text)
-
-
-def _serve_metrics(
-    stats: Callable[[], WorkerStats], address: str, stack: contextlib.ExitStack
-) -> None:
-    host, port = parse_address(address)
-    try:
-        bound = stack.enter_context(serve_metrics(stats, host, port))
-    except OSError as error:
-        raise InvalidInput(f"metrics can't be served at {address}: {error}") from error
-    click.echo(f"metrics at http://{host}:{bound}/metrics")
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -268,27 +405,20 @@ def rotate(path: Path, key_id: str, *, finish: bool) -> None:
 @common.json_option
 def list_keys(path: Path) -> None:
     """List the keys and what they may do; no secrets."""
+    columns = ("key", "may", "sqs", ":secrets", "description", ":messages/s", ":bytes/s")
+    names = ("key_id", "permissions", "sqs", "secrets", "description", *keys_file.RATES)
     rows = [
         (key_id, key.permissions, bool(key.secret), len(key.secrets), key.description,
-         keys_file.rates_of(key))
+         *keys_file.rates_of(key))
         for key_id, key in sorted(keys_file.read_keys(path).items())
     ]  # fmt: skip
     if common.wants_json():
-        names = ("key_id", "permissions", "sqs", "secrets", "description", *keys_file.RATES)
-        common.emit_json([dict(zip(names, (*row, *rates), strict=True)) for *row, rates in rows])
+        common.emit_json([dict(zip(names, row, strict=True)) for row in rows])
         return
     texts = [
-        (
-            name,
-            " ".join(may),
-            "yes" if sqs else "no",
-            secrets,
-            text,
-            *(each or "" for each in rates),
-        )
-        for name, may, sqs, secrets, text, rates in rows
+        (key_id, " ".join(may), "yes" if sqs else "no", *more, *(each or "" for each in rates))
+        for key_id, may, sqs, *more, rates in ((*row[:5], row[5:]) for row in rows)
     ]
-    columns = ("key", "may", "sqs", ":secrets", "description", ":messages/s", ":bytes/s")
     common.show_table(columns, texts, empty="there are no keys")
 
 

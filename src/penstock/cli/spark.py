@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from penstock.cli import common
-from penstock.cli.common import duration
-from penstock.cli.opening import given_files, is_server, tls_options
+from penstock.cli.common import duration, given_files, is_server, tls_options
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:

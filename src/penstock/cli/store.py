@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 from contextlib import closing
 from datetime import datetime
@@ -13,8 +14,7 @@ import click
 
 from penstock.broker.tailer import Tailer, route_once
 from penstock.cli import common
-from penstock.cli.common import duration
-from penstock.cli.opening import need_store, open_store, open_to_look
+from penstock.cli.common import duration, need_store, open_store, open_to_look
 from penstock.clock import SystemClock
 from penstock.copying import copy
 from penstock.errors import PenstockError, needs_extra
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from penstock.store.sql.inspect import ClusterStatus
     from penstock.store.sql.store import SqlStore
 
-MAX_RANGES: Final = 20
-# Tokens that are shown of a large ring, and logs of many; JSON has them all.
+# Tokens of a large ring, logs and lost ranges that are shown of many; JSON has them all.
 SHOWN: Final = 20
 # The longest that the messages of logs are counted for.
 MAX_OVER_MS: Final = 60_000
@@ -100,9 +99,8 @@ def route(broker: Broker, limit: int | None, *, follow: bool) -> None:
 
     For a store whose routing is pipeline, without Spark.
     """
-    count = (
-        _follow(broker, limit or 2_000) if follow else route_once(broker, limit=limit or 100_000)
-    )
+    read = _follow if follow else route_once
+    count = read(broker, limit=limit or (2_000 if follow else 100_000))
     stats = broker.log_stats()
     common.answer(
         {"read": count, "routed_up_to": stats.routed_up_to, "end": stats.end},
@@ -110,13 +108,11 @@ def route(broker: Broker, limit: int | None, *, follow: bool) -> None:
     )
 
 
-def _follow(broker: Broker, limit: int) -> int:
+def _follow(broker: Broker, *, limit: int) -> int:
     """Route until a signal; a second signal ends it at once."""
     with common.progress_bar("routing") as bar:
         tailer = Tailer(
-            broker,
-            limit=limit,
-            progress=None if bar is None else lambda stats: bar(stats.routed_up_to, stats.end),
+            broker, limit=limit, progress=lambda stats: bar(stats.routed_up_to, stats.end)
         )
 
         def stop(*_: object) -> None:
@@ -129,14 +125,12 @@ def _follow(broker: Broker, limit: int) -> int:
         return tailer.run()
 
 
-def _offset_or_time(value: str | None) -> int | datetime | None:
+def _offset_or_time(value: str) -> int | datetime | str:
     """Read an offset or a time of an option."""
-    if value is None:
-        return None
-    if value.isdecimal():
-        return int(value)
+    if value == "earliest":
+        return value
     try:
-        return datetime.fromisoformat(value).astimezone()
+        return int(value) if value.isdecimal() else datetime.fromisoformat(value).astimezone()
     except ValueError:
         raise click.BadParameter(
             f"{value!r} is neither an offset nor a time such as 2030-01-31T08:00:00+00:00"
@@ -145,22 +139,18 @@ def _offset_or_time(value: str | None) -> int | datetime | None:
 
 @click.command("backfill")
 @click.argument("queue")
-@click.option("--from", "begin", metavar="OFFSET|TIME", help="By default all that is kept.")
-@click.option("--to", "end", metavar="OFFSET|TIME", help="By default all that has been routed.")
-@common.store_option
-def backfill(store: str, queue: str, begin: str | None, end: str | None) -> None:
+@click.option("--from", "from_", type=_offset_or_time, metavar="OFFSET|TIME",
+              default="earliest", help="By default all that is kept.")  # fmt: skip
+@click.option("--to", type=_offset_or_time, metavar="OFFSET|TIME",
+              help="By default all that has been routed.")  # fmt: skip
+@common.changes_store
+def backfill(broker: Broker, queue: str, **span: Any) -> None:
     """Fill a queue from the log with what it wants and has not had.
 
     A backfill that was interrupted goes on where it stopped; nothing comes in twice.
     """
-    first = _offset_or_time(begin)
-    with open_store(store) as broker, common.progress_bar(f"filling {queue}") as bar:
-        done = broker.backfill(
-            queue,
-            from_="earliest" if first is None else first,
-            to=_offset_or_time(end),
-            progress=None if bar is None else lambda sums, last: bar(sums.next, last),
-        )
+    with common.progress_bar(f"filling {queue}") as bar:
+        done = broker.backfill(queue, progress=lambda sums, last: bar(sums.next, last), **span)
     text = f"looked at {done.scanned} messages, added {done.added} to {queue}"
     if done.missing:
         text += f"; {done.missing} have no payload any more"
@@ -263,13 +253,8 @@ def _show_report(report: SalvageReport) -> None:
         )
         for each in report.queues
     ]
-    columns = (
-        "queue",
-        ":expected",
-        *(f":{state}" for state in common.STATES),
-        ":put back",
-        "lost ids",
-    )
+    states = (f":{state}" for state in common.STATES)
+    columns = ("queue", ":expected", *states, ":put back", "lost ids")
     common.show_table(columns, rows, empty="no queues")
     if report.unreadable:
         common.show_table(("file", "table", "between", "why"), report.unreadable)
@@ -278,30 +263,25 @@ def _show_report(report: SalvageReport) -> None:
     if report.complete:
         click.echo("everything was there")
         return
-    there = sum(sum(each.found.values()) for each in report.queues)
-    put_back = sum(each.put_back for each in report.queues)
-    lost = sum(_count(each.lost) for each in report.queues)
-    expected = sum(
-        max(each.expected or 0, sum(each.found.values()) + _count(each.lost))
-        for each in report.queues
-    )
-    more = expected - there - lost
+    there = put_back = lost = more = 0
+    for each in report.queues:
+        found = sum(each.found.values())
+        gone = sum(last - first + 1 for first, last in each.lost)
+        there, put_back, lost = there + found, put_back + each.put_back, lost + gone
+        more += max(0, (each.expected or 0) - found - gone)
     click.echo(
         f"{there} messages are there, {put_back} of them put back; {lost} are lost for certain"
         + (f", and {more} more by the queues' counters" if more else "")
         + f"; {sum(report.repaired.values())} violations were repaired"
     )
-    files = [each.file for each in report.unreadable]
-    if any(file.startswith("wal/") or file.endswith(".log") for file in files):
+    if any(
+        each.file.startswith("wal/") or each.file.endswith(".log") for each in report.unreadable
+    ):
         click.echo("A part of the log is lost: what nothing else tells of is not counted as lost.")
 
 
-def _count(ranges: list[tuple[int, int]]) -> int:
-    return sum(last - first + 1 for first, last in ranges)
-
-
 def _ranges(ranges: list[tuple[int, int]]) -> str:
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:MAX_RANGES]]
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:SHOWN]]
     more = len(ranges) - len(shown)
     return ", ".join(shown) + (f" and {more} more ranges" if more else "")
 
@@ -346,18 +326,18 @@ def copy_command(source: str, target: str) -> None:
     )
 
 
-def _copy_progress(bar: Callable[[int, int], None] | None) -> Callable[[str, int, int], None]:
+def _copy_progress(bar: Callable[[int, int], None]) -> Callable[[str, int, int], None]:
     """Draw a bar; without a terminal, write a line whenever a tenth more is done."""
     last = ("", -1)
 
     def told(text: str, done: int, total: int) -> None:
         nonlocal last
-        if bar is not None:
-            # Copying and verifying are half of the work each.
-            bar(done + total * (text == "verifying"), 2 * total)
-        elif (text, done * 10 // max(1, total)) != last:
-            last = (text, done * 10 // max(1, total))
+        # Copying and verifying are half of the work each.
+        bar(done + total * (text == "verifying"), 2 * total)
+        now = (text, done * 10 // max(1, total))
+        if now != last and not sys.stderr.isatty():
             click.echo(f"{text}: {done:,} of about {total:,} rows", err=True)
+        last = now
 
     return told
 
@@ -385,14 +365,13 @@ def _open_sql(url: str) -> closing[SqlStore]:
 
 
 @cluster.command("status")
-@click.option("--over", metavar="DURATION", default="1s", show_default=True,
+@click.option("--over", type=duration, default="1s", show_default=True,
               help="How long the messages of each log are counted, up to a minute.")  # fmt: skip
 @common.store_option
-def status(over: str, store: str) -> None:
+def status(over: int, store: str) -> None:
     """Show logs with their rates and waits, tokens, zones, and how far a change of the ring is."""
-    over_s = min(duration(over), MAX_OVER_MS) / 1000
     with _open_sql(store) as opened:
-        _show_cluster(opened.cluster_status(opened.server_ms(), over_s), {})
+        _show_cluster(opened.cluster_status(opened.server_ms(), min(over, MAX_OVER_MS) / 1000), {})
 
 
 def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
@@ -410,12 +389,19 @@ def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
         f"{now.vested:,} vested, the oldest for {now.oldest_lag_ms:,} ms\n"
         f"{now.waiting:,} messages waiting, {now.in_flight:,} in flight"
     )
-    _show_logs(now)
-    fullest = sorted(now.tokens, key=lambda each: (-each.pointers, each.token))[:SHOWN]
+    logs = sorted(now.logs, key=lambda each: (-each.waiting, -each.per_second, each.log))[:SHOWN]
+    rows: list[Any] = [
+        (each.log, each.head, each.published, round(each.per_second), each.waiting)
+        for each in sorted(logs, key=lambda each: each.log)
+    ]
+    common.show_table((":log", ":head", ":messages", ":a second", ":waiting"), rows)
+    if len(now.logs) > SHOWN:
+        click.echo(f"the busiest {SHOWN} of {len(now.logs):,} logs")
+    tokens = sorted(now.tokens, key=lambda each: (-each.pointers, each.token))[:SHOWN]
     rows = [
-        (each.token, f"{each.pointers:,}", f"{each.vested:,}", f"{each.oldest_lag_ms:,}",
+        (each.token, each.pointers, each.vested, each.oldest_lag_ms,
          "" if each.token < now.ring_size else "beyond the ring")
-        for each in sorted(fullest, key=lambda each: each.token)
+        for each in sorted(tokens, key=lambda each: each.token)
     ]  # fmt: skip
     columns = (":token", ":pointers", ":vested", ":oldest lag ms", "")
     common.show_table(columns, rows, empty="no token has pointers")
@@ -423,38 +409,25 @@ def _show_cluster(now: ClusterStatus, more: dict[str, Any]) -> None:
         click.echo(f"the fullest {SHOWN} of {len(now.tokens):,} tokens that have pointers")
 
 
-def _show_logs(now: ClusterStatus) -> None:
-    busiest = sorted(now.logs, key=lambda each: (-each.waiting, -each.per_second, each.log))[:SHOWN]
-    rows = [
-        (each.log, f"{each.head:,}", f"{each.published:,}", f"{each.per_second:,.0f}",
-         f"{each.waiting:,}")
-        for each in sorted(busiest, key=lambda each: each.log)
-    ]  # fmt: skip
-    common.show_table((":log", ":head", ":messages", ":a second", ":waiting"), rows)
-    if len(now.logs) > SHOWN:
-        click.echo(f"the busiest {SHOWN} of {len(now.logs):,} logs")
-
-
 @cluster.command("resize")
 @click.argument("ring_size", metavar="N", type=int)
 @click.option("--wait", is_flag=True, help="Stay until no zone has a token of another ring.")
-@click.option("--timeout", metavar="DURATION", help="Wait no longer than this.")
+@click.option("--timeout", type=duration, help="Wait no longer than this.")
 @common.store_option
 @click.pass_context
 def resize(
-    ctx: click.Context, ring_size: int, timeout: str | None, store: str, *, wait: bool
+    ctx: click.Context, ring_size: int, timeout: int | None, store: str, *, wait: bool
 ) -> None:
     """Set how many tokens new zones choose from; brokers may be running.
 
     A zone keeps its token until it has been empty for half a minute. Ends with 1 if the time is
     over before the last zone has the token of this ring.
     """
-    timeout_ms = None if timeout is None else duration(timeout)
     if not 1 <= ring_size <= MAX_RING_SIZE:
         raise click.BadParameter(f"{ring_size} is not from 1 to {MAX_RING_SIZE:,}", param_hint="N")
     with _open_sql(store) as opened:
         opened.set_ring_size(ring_size, opened.server_ms())
-        if wait and _wait(opened, timeout_ms):
+        if wait and _wait(opened, timeout):
             # Claims need not look at the tokens of the old ring any more.
             opened.set_ring_size(ring_size, opened.server_ms())
         collected = opened.zones.collected
@@ -483,8 +456,7 @@ def _wait(store: SqlStore, timeout_ms: int | None) -> bool:
     with common.progress_bar("re-hashing") as progress:
         while (old := store.count_old_tokens()[1]) > 0:
             most = max(most, old)
-            if progress is not None:
-                progress(most - old, most)
+            progress(most - old, most)
             if end_ms is not None and store.server_ms() >= end_ms:
                 return False
             # No broker may be running that would collect them.

@@ -1,30 +1,32 @@
-"""Watching: ``top`` shows figures of all queues, ``tail`` follows the messages of one.
+"""Watching: ``top`` shows figures of all queues, ``tail`` follows messages, ``bench`` measures.
 
-Both ask again and again: nothing is kept for them on the other side, and they cost nothing while
-nobody watches. Each look reads pages of a bounded size.
+``top`` and ``tail`` ask again and again: nothing is kept for them on the other side, and they cost
+nothing while nobody watches. Each look reads pages of a bounded size.
 """
 
 from __future__ import annotations
 
 import os
-import select
+import platform
 import sys
-import termios
 import threading
-import tty
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 import msgspec
 
+import penstock
 from penstock.cli import common
-from penstock.cli.common import duration
-from penstock.cli.opening import open_to_look
+from penstock.cli.common import duration, is_server, open_store, open_to_look
 from penstock.cli.queues import count
 from penstock.clock import SystemClock
 from penstock.filters import Row, parse
-from penstock.limits import MAX_BROWSE_LIMIT
+from penstock.limits import MAX_BROWSE_LIMIT, MAX_CLAIM_LIMIT, MAX_CONCURRENCY, MAX_PAYLOAD_BYTES
+from penstock.model import Message
+from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -36,16 +38,32 @@ if TYPE_CHECKING:
     from penstock.filters import Filter
     from penstock.model import Entry, LogRecord, QueueStats
 
+T = TypeVar("T")
 # Messages of one page of a look.
 PAGE: Final = 200
 # Rows where there is no screen that decides.
 ROWS: Final = 50
 # Lines of a screen that are not rows.
 _FRAME_LINES: Final = 6
+# What top sorts by: the figure whose largest values come first, or the name.
+SORTS: Final = {
+    "queue": "queue",
+    "available": "available",
+    "in_flight": "in_flight",
+    "failed": "failed",
+    "oldest": "oldest_age_ms",
+    "in": "in_per_second",
+    "done": "done_per_second",
+}
+VERBS: Final = ("publish", "claim", "ack")
+# Messages of bench that wait at the most, for each worker: claims find some, and a disk is not
+# filled.
+AHEAD: Final = 1_000
 
 
-def _polls(url: str, pause: Callable[[], object]) -> Generator[Broker | Reader]:
+def _polls(url: str, every_ms: int) -> Generator[Broker | Reader]:
     """Give the open store for one look after the other; a reader shows one moment, so a new one."""
+    pause = partial(threading.Event().wait, every_ms / 1000)
     while url.startswith("slatedb+"):
         with open_to_look(url) as reader:
             yield reader
@@ -64,30 +82,6 @@ _every_option = click.option(
 # --- top ------------------------------------------------------------------------------------------
 
 
-class Figures(msgspec.Struct, frozen=True):
-    """A row of the table: depths, the age of the oldest waiting message, and rates."""
-
-    queue: str
-    available: int
-    delayed: int
-    in_flight: int
-    failed: int
-    oldest_age_ms: int | None
-    in_per_second: float
-    done_per_second: float
-
-
-SORTS: Final[dict[str, Callable[[Figures], Any]]] = {
-    "queue": lambda row: row.queue,
-    "available": lambda row: -row.available,
-    "in_flight": lambda row: -row.in_flight,
-    "failed": lambda row: -row.failed,
-    "oldest": lambda row: -(row.oldest_age_ms or 0),
-    "in": lambda row: -row.in_per_second,
-    "done": lambda row: -row.done_per_second,
-}
-
-
 @click.command("top")
 @click.option("--sort", type=click.Choice(list(SORTS)), default="available", show_default=True,
               help="What comes first.")  # fmt: skip
@@ -100,7 +94,7 @@ SORTS: Final[dict[str, Callable[[Figures], Any]]] = {
 def top(store: str, sort: str, limit: int | None, every_ms: int, *, once: bool) -> None:
     """Watch depths and rates of all queues.
 
-    q or Ctrl-C ends it. With --json each look is a line; without a terminal there is one look.
+    Ctrl-C ends it. With --json each look is a line; without a terminal there is one look.
     """
     as_json = common.wants_json()
     once = once or not (as_json or sys.stdout.isatty())
@@ -109,15 +103,16 @@ def top(store: str, sort: str, limit: int | None, every_ms: int, *, once: bool) 
     before: dict[str, QueueStats] = {}
     with (
         suppress(KeyboardInterrupt),
-        _pauses(every_ms / 1000) as pause,
         _screen(on=not (once or as_json)) as draw,
-        closing(_polls(store, pause)) as looks,
+        closing(_polls(store, every_ms)) as looks,
     ):
         for number, broker in enumerate(looks):
             stats, _ = count(broker, [spec.name for spec in broker.queues()])
             now = clock.seconds()
             rows = [_figures(each, before.get(name), now - at) for name, each in stats.items()]
-            rows.sort(key=lambda row: (SORTS[sort](row), row.queue))
+            rows.sort(key=lambda row: str(row["queue"]))
+            if sort != "queue":
+                rows.sort(key=lambda row: -(row[SORTS[sort]] or 0))
             at, before = now, stats
             if once and not number:
                 continue
@@ -129,24 +124,21 @@ def top(store: str, sort: str, limit: int | None, every_ms: int, *, once: bool) 
                 return
 
 
-def _figures(stats: QueueStats, before: QueueStats | None, seconds: float) -> Figures:
-    # A queue that was made anew counts from 0 again.
-    last = stats if before is None else before
+def _figures(stats: QueueStats, before: QueueStats | None, seconds: float) -> dict[str, Any]:
+    """Return the row of a queue: depths, the age of its oldest waiting message, and rates."""
+    last = before or stats
     came = stats.enqueued_total + stats.moved_in_total - last.enqueued_total - last.moved_in_total
     done = stats.acked_total - last.acked_total
-    return Figures(
-        stats.queue,
-        stats.available,
-        stats.delayed,
-        stats.in_flight,
-        stats.failed,
-        stats.oldest_age_ms,
-        round(max(0, came) / (seconds or 1), 1),
-        round(max(0, done) / (seconds or 1), 1),
-    )
+    names = ("queue", "available", "delayed", "in_flight", "failed", "oldest_age_ms")
+    return {
+        **{name: getattr(stats, name) for name in names},
+        # A queue that was made anew counts from 0 again.
+        "in_per_second": round(max(0, came) / (seconds or 1), 1),
+        "done_per_second": round(max(0, done) / (seconds or 1), 1),
+    }
 
 
-def _table(rows: list[Figures], limit: int | None) -> Table:
+def _table(rows: list[dict[str, Any]], limit: int | None) -> Table:
     from rich import box  # noqa: PLC0415 - --json does without
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -155,20 +147,22 @@ def _table(rows: list[Figures], limit: int | None) -> Table:
     if sys.stdout.isatty():
         screen = max(1, os.get_terminal_size().lines - _FRAME_LINES)
         room = min(limit or screen, screen)
-    available, failed = sum(row.available for row in rows), sum(row.failed for row in rows)
+    available, failed = (sum(row[name] for row in rows) for name in ("available", "failed"))
     title = f"{len(rows):,} queues, {available:,} messages available, {failed:,} failed"
-    caption = "q ends" if sys.stdout.isatty() else None
-    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption)
+    table = Table(box=box.SIMPLE_HEAD, title=title)
     table.add_column("queue", overflow="fold")
     for heading in ("available", "delayed", "in flight", "failed", "oldest", "in/s", "done/s"):
         table.add_column(heading, justify="right")
     for row in rows[:room]:
         table.add_row(
-            Text(row.queue),
-            *(f"{number:,}" for number in (row.available, row.delayed, row.in_flight)),
-            Text(f"{row.failed:,}", style="red" if row.failed else ""),
-            _age(row.oldest_age_ms),
-            *(f"{rate:,.1f}" if rate else "" for rate in (row.in_per_second, row.done_per_second)),
+            Text(row["queue"]),
+            *(f"{row[name]:,}" for name in ("available", "delayed", "in_flight")),
+            Text(f"{row['failed']:,}", style="red" if row["failed"] else ""),
+            _age(row["oldest_age_ms"]),
+            *(
+                f"{rate:,.1f}" if (rate := row[f"{name}_per_second"]) else ""
+                for name in ("in", "done")
+            ),
         )
     if len(rows) > room:
         table.add_row(f"… and {len(rows) - room:,} more")
@@ -196,27 +190,6 @@ def _screen(*, on: bool) -> Iterator[Callable[[Table], object]]:
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         yield lambda table: live.update(table, refresh=True)
-
-
-@contextmanager
-def _pauses(seconds: float) -> Iterator[Callable[[], object]]:
-    """Give a function that waits so long; on a terminal, q raises KeyboardInterrupt meanwhile."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield lambda: threading.Event().wait(seconds)
-        return
-    terminal = sys.stdin.fileno()
-
-    def pause() -> None:
-        # A terminal that is gone reads as nothing.
-        if select.select([terminal], [], [], seconds)[0] and os.read(terminal, 1) in b"qQ":
-            raise KeyboardInterrupt
-
-    before = termios.tcgetattr(terminal)
-    tty.setcbreak(terminal)
-    try:
-        yield pause
-    finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 # --- tail -----------------------------------------------------------------------------------------
@@ -249,7 +222,7 @@ def tail(
     json = common.wants_json()
     shown = 0
     followers: list[LogFollower | EndFollower] = []
-    looks = _polls(store, lambda: threading.Event().wait(every_ms / 1000))
+    looks = _polls(store, every_ms)
     with suppress(KeyboardInterrupt), closing(looks):
         for broker in looks:
             if not followers and from_log:
@@ -350,3 +323,111 @@ class LogFollower:
         attributes = msgspec.json.encode(record.attributes).decode()
         parts = (common.when(record.published_at_ms), str(record.message_id), record.group)
         return "  ".join((*filter(None, parts), attributes, f"{record.size} bytes"))
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+class Load:
+    """Publishes, claims and acks until the time is over; every call is timed.
+
+    Workers are threads of this process, which share one connection or broker: the figures are those
+    of one Python program, and no more than that.
+    """
+
+    def __init__(self, broker: Broker, queue: str, batch: int, size: int, seconds: float) -> None:
+        self._broker, self._queue, self._batch = broker, queue, batch
+        self._message = Message(b"x" * size, {"queue": queue})
+        self._seconds = SystemClock().seconds
+        self._until = self._seconds() + seconds
+        self._lock = threading.Lock()
+        self.times: dict[str, list[float]] = {verb: [] for verb in VERBS}
+        self.messages = dict.fromkeys(VERBS, 0)
+
+    def work(self, room: int) -> None:
+        """Publish while there is room, claim, and ack; one worker of several."""
+        while self._seconds() < self._until:
+            if self.messages["publish"] - self.messages["ack"] < room:
+                batch = [self._message] * self._batch
+                self._time("publish", partial(self._broker.publish, batch))
+            claim = partial(self._broker.claim, self._queue, limit=self._batch)
+            if taken := self._time("claim", claim):
+                receipts = [each.receipt for each in taken]
+                self._time("ack", partial(self._broker.ack, receipts))
+
+    def _time(self, verb: str, call: Callable[[], list[T]]) -> list[T]:
+        begin = self._seconds()
+        answer = call()
+        took = self._seconds() - begin
+        with self._lock:
+            # An empty claim is no claim of messages.
+            if answer:
+                self.times[verb].append(took)
+                self.messages[verb] += len(answer)
+        return answer
+
+
+@click.command("bench")
+@click.option("--seconds", "run_ms", type=duration, default="5s", show_default=True,
+              help="How long.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1, MAX_CONCURRENCY), default=4, show_default=True,
+              help="Threads that publish, claim and ack.")  # fmt: skip
+@click.option("--batch", type=click.IntRange(1, MAX_CLAIM_LIMIT), default=10, show_default=True,
+              help="Messages of one call.")  # fmt: skip
+@click.option("--size", type=click.IntRange(0, MAX_PAYLOAD_BYTES), default=100, show_default=True,
+              help="Bytes of a payload.")  # fmt: skip
+@common.store_option
+def bench(store: str, run_ms: int, workers: int, batch: int, size: int) -> None:
+    """Measure a server or a store with a short load.
+
+    It publishes to a queue of its own, which is removed at the end; what it published stays in the
+    metadata log for as long as that is kept. A missing store is not made, memory: is.
+    """
+    clock = SystemClock()
+    queue = f"penstock-bench-{clock.lease_id().hex()[-12:]}"
+    memory = store == "memory:"
+    with penstock.open(store) if memory else open_store(store, background=True) as broker:
+        info = broker.info()
+        if info.routing != "inline":
+            raise click.ClickException("bench can't wait for the pipeline that routes this store")
+        broker.create_queue(queue, description="of penstock bench")
+        try:
+            load = Load(broker, queue, batch, size, run_ms / 1000)
+            begin = clock.seconds()
+            with ThreadPoolExecutor(workers) as threads:
+                for done in [threads.submit(load.work, workers * AHEAD) for _ in range(workers)]:
+                    done.result()
+            took = clock.seconds() - begin
+        finally:
+            broker.delete_queue(queue)
+    ran = {
+        "on": without_password(store), "design": info.design, "penstock": penstock.__version__,
+        "kind": "a server" if is_server(store) else "a store of this process",
+        "workers": workers, "batch": batch, "payload_bytes": size, "seconds": round(took, 2),
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+    }  # fmt: skip
+    figures = [_measured(verb, load, took) for verb in VERBS]
+    if common.wants_json():
+        common.emit_json({**ran, "figures": figures})
+        return
+    rows = [tuple(each.values()) for each in figures]
+    common.show_table(("verb", ":calls", ":messages/s", ":p50 ms", ":p99 ms"), rows)
+    click.echo(
+        "{on} ({kind}, {design}); {workers} threads, {batch} messages of {payload_bytes} bytes in "
+        "a call, for {seconds} s; Python {python}, {machine}, Penstock {penstock}".format(**ran)
+    )
+
+
+def _measured(verb: str, load: Load, seconds: float) -> dict[str, Any]:
+    """Return how often a verb was called, messages in a second, and how long a call took."""
+    times = sorted(load.times[verb]) or [0.0]
+    p50, p99 = (round(times[int(share * (len(times) - 1))] * 1000, 3) for share in (0.5, 0.99))
+    rate = round(load.messages[verb] / seconds, 1)
+    return {
+        "verb": verb,
+        "calls": len(load.times[verb]),
+        "messages_per_second": rate,
+        "p50_ms": p50,
+        "p99_ms": p99,
+    }
