@@ -117,14 +117,13 @@ LAYERS = {
         *("__init__", "addresses", "broker", "client", "clock", "copying", "filters", "flight"),
         *("engines.places", "importers", "salvage", "server", "spark", "store", "urls", "worker"),
     },
-    "integrations": set(),
-    "integrations.django": {"__init__", "integrations.opening", "model", "urls"},
-    "integrations.dramatiq": {"__init__", "integrations.opening", "limits", "worker"},
+    "integrations": {"__init__"},
+    "integrations.django": {"__init__", "integrations", "model", "urls"},
+    "integrations.dramatiq": {"__init__", "integrations", "limits", "worker"},
     "integrations.kombu": {
         *GROUND,
         *("__init__", "addresses", "client", "clock", "filters", "validation", "wire"),
     },
-    "integrations.opening": {"__init__"},
     "__main__": {"cli"},
     "testing": {*GROUND, "__init__", "broker", "clock", "engines", "filters", "store", "urls"},
 }

@@ -329,7 +329,7 @@ def test_a_worker_that_stops_lets_its_task_finish(tasks: Any, tmp_path: Path) ->
 
 def test_a_task_that_succeeded_is_not_run_again(tasks: Any, records: Any, tmp_path: Path) -> None:
 
-    run_task = import_module("penstock.integrations.django.runner").run_task
+    run_task = import_module("penstock.integrations.django.backend").run_task
     path = tmp_path / "runs"
     with options(url=f"rocksdb:{tmp_path}/store", queue={"max_attempts": 9, "backoff_base_ms": 1}):
         broker = tasks.attempt.get_backend().broker
@@ -354,7 +354,7 @@ def test_a_task_that_succeeded_is_not_run_again(tasks: Any, records: Any, tmp_pa
 def test_an_error_that_is_recorded_just_now_is_no_lost_worker(
     tasks: Any, records: Any, client: Client, tmp_path: Path
 ) -> None:
-    run_task = import_module("penstock.integrations.django.runner").run_task
+    run_task = import_module("penstock.integrations.django.backend").run_task
     with options(prefix="now-"):
         result = tasks.fail.enqueue(str(tmp_path / "runs"))
         seen = records.get(id=result.id)

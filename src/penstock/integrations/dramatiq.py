@@ -20,7 +20,7 @@ from dramatiq.errors import ConnectionClosed, DecodeError, QueueJoinTimeout
 
 import penstock
 from penstock import limits
-from penstock.integrations.opening import open_broker
+from penstock.integrations import open_broker
 from penstock.worker.leases import Heartbeat
 from penstock.worker.stats import WorkerCounters
 

@@ -8,38 +8,59 @@
 
 Penstock decides when a task runs, and whether again. Its history has no room for arguments and
 return values: they are in a table of Django's database, :class:`TaskRecord` in ``models``.
+
+The Tasks framework is that of Django 6, or that of the package django-tasks before it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
+import traceback
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
+import django
 from django.apps import apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error
 from django.core.checks import Warning as CheckWarning
 from django.core.exceptions import ImproperlyConfigured
-from django.db import router, transaction
+from django.db import close_old_connections, router, transaction
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
 import penstock
-from penstock.integrations.django.api import BaseTaskBackend, Status, signals, tasks
-from penstock.integrations.opening import is_server, open_broker
+from penstock.integrations import is_server, open_broker
 from penstock.urls import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.integrations.django.models import TaskRecord
+    from penstock.model import Delivery
 
 log = logging.getLogger(__name__)
+
+_NAME, _JSON = "django.tasks", "django.utils.json"
+if not find_spec(_NAME):
+    _NAME, _JSON = "django_tasks", "django_tasks.utils"
+    if not find_spec(_NAME):
+        raise ImproperlyConfigured(
+            "tasks need Django 6, or django-tasks before it: pip install django-tasks"
+        )
+# Both have modules and names alike, as far as they are used here.
+tasks: Any = import_module(_NAME)
+signals: Any = import_module(f"{_NAME}.signals")
+normalize_json: Any = import_module(_JSON).normalize_json
+BaseTaskBackend: Any = import_module(f"{_NAME}.backends.base").BaseTaskBackend
+Status: Any = tasks.TaskResultStatus
 
 OPTIONS: Final = {"url", "token", "patience_ms", "prefix", "queue", "keep_days"}
 # Django's lowest priority is -100, Penstock's is 0.
@@ -243,3 +264,62 @@ def records() -> Any:
     """
     model = apps.get_model("penstock", "TaskRecord")
     return model.objects.using(router.db_for_write(model))
+
+
+# --- running a task -------------------------------------------------------------------------------
+
+
+def run_task(delivery: Delivery, *, worker_id: str) -> None:
+    """Run a task, unless its record says that it has succeeded; raise what it raises."""
+    if not apps.ready:  # a child process of a worker
+        django.setup()
+    close_old_connections()
+    try:
+        record = records().filter(id=delivery.payload.decode()).first()
+        if record is None:
+            raise LookupError("the task's record was deleted")
+        if record.status == Status.SUCCESSFUL:
+            # The worker ended between the record and the ack.
+            log.info("task %s has succeeded before: it is not run again", record.id)
+            return
+        _begin(record, delivery, worker_id)
+        try:
+            record.return_value = _call(record)
+        except BaseException as error:
+            record.add_error(type(error), "".join(traceback.format_exception(error)))
+            backend = tasks.task_backends[record.backend]
+            last = delivery.attempts >= backend.queue_settings["max_attempts"]
+            _end(record, Status.FAILED if last else Status.READY)
+            raise
+        _end(record, Status.SUCCESSFUL)
+    finally:
+        close_old_connections()
+
+
+def _begin(record: TaskRecord, delivery: Delivery, worker_id: str) -> None:
+    record.status, record.finished_at = Status.RUNNING, None
+    record.message_id = delivery.message_id
+    record.last_attempted_at = timezone.now()
+    record.started_at = record.started_at or record.last_attempted_at
+    record.worker_ids.append(worker_id)
+    record.save()
+
+
+def _call(record: TaskRecord) -> Any:
+    result = record.result()
+    signals.task_started.send(PenstockBackend, task_result=result)
+    context = [tasks.TaskContext(task_result=result)] if result.task.takes_context else []
+    return normalize_json(result.task.call(*context, *record.args, **record.kwargs))
+
+
+def _end(record: TaskRecord, status: Any) -> None:
+    """Record how an attempt has ended. Within an error's handler: Django logs that error."""
+    close_old_connections()  # one may have been lost while the task ran
+    record.status = status
+    if status != Status.READY:
+        record.finished_at = timezone.now()
+    record.save()
+    with contextlib.suppress(ImportError):  # the error may be that there is no such task
+        result = record.result()
+        if result.is_finished:
+            signals.task_finished.send(PenstockBackend, task_result=result)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from django.db import models
+from django.utils.module_loading import import_string
 
-from penstock.integrations.django.api import Status, load_task, tasks
+from penstock.integrations.django.backend import Status, tasks
 
 # Fields that a result has under the same name.
 SHARED = (
@@ -46,8 +47,11 @@ class TaskRecord(models.Model):  # type: ignore[misc] # Django has no types
 
     def result(self) -> Any:
         """Return the record as the ``TaskResult`` that Django's users know."""
+        task = import_string(self.task)
+        if not isinstance(task, tasks.base.Task):
+            raise TypeError(f"{self.task} is no task: decorate the function with @task")
         names = ("priority", "queue_name", "run_after", "backend")
-        task = load_task(self.task).using(**{name: getattr(self, name) for name in names})
+        task = task.using(**{name: getattr(self, name) for name in names})
         result = tasks.TaskResult(
             task=task,
             status=Status(self.status),

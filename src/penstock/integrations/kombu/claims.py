@@ -55,16 +55,15 @@ class LoopClient(Client):
         """Whether calls can be answered: not once it is closed, and not in a forked child."""
         return os.getpid() == self._pid and not self.closed
 
-    def begin(self, work: Coroutine[Any, Any, R]) -> Future[R]:
-        """Run a coroutine on the loop."""
+    def begin(self, work: Callable[..., Coroutine[Any, Any, R]], *given: Any) -> Future[R]:
+        """Run a coroutine function on the loop."""
         if not self.usable:
-            work.close()
             raise BrokerClosed("the connection was closed, or made before fork(): connect anew")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work(*given), self._loop)
 
-    def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Run a coroutine on the loop, and wait for its result."""
-        future = self.begin(work)
+    def run(self, work: Callable[..., Coroutine[Any, Any, R]], *given: Any) -> R:
+        """Run a coroutine function on the loop, and wait for its result."""
+        future = self.begin(work, *given)
         try:
             return future.result()
         except BaseException:

@@ -12,7 +12,7 @@ import ssl
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from amqp.exceptions import ConsumerCancelled
 from kombu.transport import virtual
@@ -47,14 +47,12 @@ from penstock.integrations.kombu.messages import (
 from penstock.wire.native import DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from concurrent.futures import Future
 
     from penstock.model import Delivery, QueueSpec, Value
 
 log = logging.getLogger(__name__)
-
-R = TypeVar("R")
 
 VISIBILITY_S: Final = 60
 PATIENCE_MS: Final = 10_000
@@ -189,8 +187,9 @@ class Channel(virtual.Channel):  # type: ignore[misc] # kombu has no types
 
     def basic_get(self, queue: str, *, no_ack: bool = False, **_: Any) -> Any:
         """Return a message if the queue has one now."""
-        name, message = self._transport.name_of(queue), None
-        while message is None and (delivery := self._run(self._claims.get(name))):
+        name, broker = self._transport.name_of(queue), self._transport.broker
+        message = None
+        while message is None and (delivery := broker.run(self._claims.get, name)):
             message = self._receive(delivery, queue, no_ack=no_ack)
         return message
 
@@ -203,14 +202,6 @@ class Channel(virtual.Channel):  # type: ignore[misc] # kombu has no types
         if expired or no_ack:
             self.basic_ack(delivery.receipt)
         return None if expired else self.Message(raw, channel=self)
-
-    def _run(self, work: Coroutine[Any, Any, R]) -> R:
-        try:
-            broker = self._transport.broker
-        except BrokerClosed:
-            work.close()
-            raise
-        return broker.run(work)
 
     def basic_consume(
         self,
@@ -230,15 +221,15 @@ class Channel(virtual.Channel):  # type: ignore[misc] # kombu has no types
             return message is not None
 
         consumer = Consumer(self._transport.name_of(queue), receive)
-        self._run(self._claims.consume(consumer_tag, consumer))
+        self._transport.broker.run(self._claims.consume, consumer_tag, consumer)
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """End a consumer; messages that it was not given go back unseen."""
-        self._run(self._claims.cancel(consumer_tag))
+        self._transport.broker.run(self._claims.cancel, consumer_tag)
 
     def basic_qos(self, _size: int = 0, prefetch_count: int = 0, *_: Any, **__: Any) -> None:
         """Bound the messages that the channel holds; 0 is no bound."""
-        self._run(self._claims.set_prefetch(prefetch_count))
+        self._transport.broker.run(self._claims.set_prefetch, prefetch_count)
 
     def basic_ack(self, delivery_tag: str, *, multiple: bool = False) -> None:
         """Settle a message as done; with ``multiple``, all that were delivered up to it."""
@@ -246,12 +237,12 @@ class Channel(virtual.Channel):  # type: ignore[misc] # kombu has no types
         if multiple:
             given = [key for key, owner in list(self._claims.held.items()) if owner is None]
             receipts = [*given[: given.index(delivery_tag)], delivery_tag]
-        self._transport.broker.begin(self._claims.ack(receipts))
+        self._transport.broker.begin(self._claims.ack, receipts)
 
     def basic_reject(self, delivery_tag: str, *, requeue: bool = False) -> None:
         """Give a message back; without ``requeue`` it is done."""
         if requeue:
-            self._run(self._claims.requeue([delivery_tag]))
+            self._transport.broker.run(self._claims.requeue, [delivery_tag])
         else:
             self.basic_ack(delivery_tag)
 
@@ -259,7 +250,7 @@ class Channel(virtual.Channel):  # type: ignore[misc] # kombu has no types
         """Give back every message that is not settled."""
         if not requeue:
             raise NotImplementedError("recover(requeue=False) is not supported")
-        self._run(self._claims.recover())
+        self._transport.broker.run(self._claims.recover)
 
 
 class Transport(virtual.Transport):  # type: ignore[misc] # kombu has no types
@@ -362,7 +353,7 @@ class Transport(virtual.Transport):  # type: ignore[misc] # kombu has no types
     def end(self, claims: Claims) -> None:
         """End the claims of a channel."""
         if self.broker.usable:
-            self._is_away |= not self.broker.run(claims.close(0 if self._is_away else CLOSE_S))
+            self._is_away |= not self.broker.run(claims.close, 0 if self._is_away else CLOSE_S)
 
     def _delete_own_queues(self) -> None:
         """Delete exclusive queues; if the server is away, another connection does it later."""
@@ -412,7 +403,7 @@ class Transport(virtual.Transport):  # type: ignore[misc] # kombu has no types
         given = False
         while self._ready:
             claims, consumer, delivery = self._ready.popleft()
-            self.broker.begin(claims.hand_over())
+            self.broker.begin(claims.hand_over)
             # Otherwise it was given back meanwhile.
             if claims.held.get(delivery.receipt) is consumer:
                 claims.held[delivery.receipt] = None
@@ -466,7 +457,7 @@ class Transport(virtual.Transport):  # type: ignore[misc] # kombu has no types
             expires_ms = max(TEMPORARY_MS, int(arguments.get("x-expires") or 0))
             self._temporary[name] = Temporary(exclusive, expires_ms)
             if self._tending is None:
-                self._tending = self.broker.begin(self._tend_temporary_queues())
+                self._tending = self.broker.begin(self._tend_temporary_queues)
         used = self._temporary.get(name)
         try:
             spec = self.broker.queue(name)

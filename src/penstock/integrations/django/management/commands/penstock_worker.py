@@ -13,9 +13,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import close_old_connections
 
 import penstock
-from penstock.integrations.django.api import tasks
-from penstock.integrations.django.backend import PenstockBackend
-from penstock.integrations.django.runner import run_task
+from penstock.integrations.django.backend import PenstockBackend, run_task, tasks
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
