@@ -117,7 +117,7 @@ APART = {
     *("up", "completion", "filter test", "serve", "config", "restore"),
     *("work", "route", "import queueber"),
     *(f"backup {name}" for name in ("list", "verify", "prune", "restore")),
-    *(f"keys {name}" for name in ("add", "rotate", "list", "remove", "check")),
+    *(f"keys {name}" for name in ("add", "rotate", "list", "remove")),
     *(f"pipeline {name}" for name in ("route", "status", "backfill", "archive", "collect")),
     *(f"pipeline {name}" for name in ("report", "redrive", "publish")),
 }

@@ -111,7 +111,6 @@ EXAMPLES: Final = {
     "keys rotate": "penstock keys rotate shop --keys keys.toml",
     "keys list": "penstock keys list --keys keys.toml",
     "keys remove": "penstock keys remove shop --keys keys.toml",
-    "keys check": 'echo "$PENSTOCK_TOKEN" | penstock keys check --keys keys.toml --action admin',
     "bench": "penstock bench --workers 4 --seconds 5",
     "backup": "penstock backup monday --url penstock://127.0.0.1:8814 --verify",
     "backup copy": "penstock backup copy monday --url penstock://127.0.0.1:8814 --verify",

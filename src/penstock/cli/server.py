@@ -23,7 +23,6 @@ from penstock.cli.common import duration, open_store, size
 from penstock.errors import InvalidInput
 from penstock.server import keys as keys_file
 from penstock.server.config import LISTENERS, OFF, SETTINGS, configure_logs, load, parse_address
-from penstock.server.security import ACTIONS
 from penstock.worker.outcome import resolve
 from penstock.worker.stats import serve_metrics
 
@@ -430,30 +429,3 @@ def remove(path: Path, key_id: str) -> None:
     """Take a key away; a running server refuses it within seconds."""
     keys_file.remove_key(path, key_id)
     common.answer({"removed": key_id}, f"removed {key_id}")
-
-
-@keys.command("check")
-@click.option("--action", type=click.Choice(ACTIONS), help="May it do this?")
-@click.option("--queue", default="*", show_default=True, help="On which queue?")
-@_keys_option
-@common.json_option
-@click.pass_context
-def check(ctx: click.Context, path: Path, action: str | None, queue: str) -> None:
-    """Check the keys file, and a token (ID:SECRET) if one comes by standard input.
-
-    Ends with 1 if the token is refused, or may not do the action.
-    """
-    known = keys_file.Keys(path)
-    token = "" if sys.stdin.isatty() else sys.stdin.readline().strip()
-    if not token:
-        common.answer({"keys": len(known)}, f"{path} is sound: {len(known)} keys")
-        return
-    principal = known.by_token(token)
-    if principal is None:
-        common.answer({"key_id": None, "allowed": False}, "the token is refused")
-        ctx.exit(1)
-    allowed = action is None or principal.may(action, queue)
-    what = "" if action is None else f"; it may {'' if allowed else 'not '}{action} on {queue}"
-    text = f"the token is that of key {principal.key_id}{what}"
-    common.answer({"key_id": principal.key_id, "allowed": allowed}, text)
-    ctx.exit(0 if allowed else 1)
