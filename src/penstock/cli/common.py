@@ -422,6 +422,8 @@ def _cell(row: msgspec.Struct, field: str) -> object:
         return "yes" if value else "no"
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, dict):
+        return msgspec.json.encode(value).decode()
     return preview(value) if isinstance(value, bytes) else value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
@@ -67,24 +68,20 @@ _message_options = common.options(
 
 @click.command("publish")
 @_message_options
-@common.store_option
-def publish(store: str, **given: Any) -> None:
+@common.changes_store
+def publish(broker: Broker, **given: Any) -> None:
     """Publish to every queue whose filter matches."""
-    batches = _batches(**given)
-    with open_store(store) as broker:
-        _publish(broker, batches)
+    _publish(broker, _batches(**given))
 
 
 @click.command("send")
 @click.argument("queue")
 @_message_options
-@common.store_option
-def send(queue: str, store: str, **given: Any) -> None:
+@common.changes_store
+def send(broker: Broker, queue: str, **given: Any) -> None:
     """Publish straight to one queue."""
     given["attributes"]["queue"] = queue
-    batches = _batches(**given)
-    with open_store(store) as broker:
-        _publish(broker, _checked(broker, queue, batches))
+    _publish(broker, _checked(broker, queue, _batches(**given)))
 
 
 def _batches(
@@ -100,12 +97,8 @@ def _batches(
         raise click.UsageError("give either PAYLOAD or --payload-file")
     if lines and dedup_id:
         raise click.UsageError("--lines makes many messages: they can't share one --dedup-id")
-    body = (payload or "").encode()
-    if lines:
-        rows = payload_file if payload_file is not None else iter(body.splitlines())
-        bodies = (row.rstrip(b"\r\n") for row in rows)
-    else:
-        bodies = (each for each in [body if payload_file is None else payload_file.read()])
+    file = BytesIO((payload or "").encode()) if payload_file is None else payload_file
+    bodies = (row.rstrip(b"\r\n") for row in file) if lines else iter([file.read()])
     messages = (Message(each, attributes, dedup_id=dedup_id, **fields) for each in bodies)
     return iter(lambda: list(islice(messages, LINES_PER_PUBLISH)), [])
 
@@ -193,25 +186,15 @@ def browse(broker: Broker | Reader, queue: str, state: str, **given: Any) -> Non
     if common.wants_json():
         common.emit_json({"entries": list(page), "next_cursor": page.next_cursor})
         return
-    times = {"done": "ended", "failed": "ended", "in_flight": "lease ends"}
-    moment = times.get(state, "visible")
-    common.show_table(
-        (":id", "payload", "attributes", "group", ":attempts", "published", moment, "note"),
-        [
-            (
-                entry.message_id,
-                common.preview(entry.payload),
-                msgspec.json.encode(entry.attributes).decode(),
-                entry.group,
-                entry.attempts,
-                common.when(entry.published_at_ms),
-                common.when(entry.ended_at_ms or entry.lease_deadline_ms or entry.visible_at_ms),
-                entry.reason or entry.consumer,
-            )
-            for entry in page
-        ],
-        empty=f"no messages are {state.replace('_', ' ')}",
-    )
+    # By --id a message is shown in whatever state it is.
+    state = page[0].state.value if page else state
+    times = {"available": "visible=visible_at_ms", "delayed": "visible=visible_at_ms",
+             "in_flight": "lease ends=lease_deadline_ms"}  # fmt: skip
+    about = (":id=message_id", "payload", "attributes", "group", ":attempts")
+    moments = ("published=published_at_ms", times.get(state, "ended=ended_at_ms"))
+    note = "note=consumer" if state == State.IN_FLIGHT else "note=reason"
+    empty = f"no messages are {state.replace('_', ' ')}"
+    common.show_table((*about, *moments, note), page, empty=empty)
     if page.next_cursor is not None:
         click.echo(f"there is more: --cursor {page.next_cursor}")
 

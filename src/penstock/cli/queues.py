@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -44,9 +44,8 @@ _SETTINGS: Final = (
 )
 
 
-# Counting more queues than this takes long enough to show how far it is.
-_MANY: Final = 1_000
 _DEPTHS: Final = ("available", "delayed", "in_flight", "done", "failed")
+_HEADINGS: Final = [f":{name.replace('_', ' ')}" for name in _DEPTHS]
 
 _settings = common.options(
     *(click.option(flag, name, type=kind, help=text) for flag, name, kind, text in _SETTINGS),
@@ -74,18 +73,11 @@ def list_queues(broker: Broker | Reader) -> None:
         common.emit_json(specs)
         return
     counted, damage = count(broker, [spec.name for spec in specs])
-    depths = ("available", "delayed", "in_flight", "failed")
-    common.show_table(
-        ("queue", "ordering", "filter", ":available", ":delayed", ":in flight", ":failed"),
-        [
-            (
-                *(spec.name, spec.ordering.value, spec.filter),
-                *(getattr(counted.get(spec.name), depth, "?") for depth in depths),
-            )
-            for spec in specs
-        ],
-        empty="no queues",
-    )
+    rows = []
+    for spec in specs:
+        depths = [getattr(counted.get(spec.name), depth, "?") for depth in _DEPTHS]
+        rows.append((spec.name, spec.ordering.value, spec.filter, *depths))
+    common.show_table(("queue", "ordering", "filter", *_HEADINGS), rows, empty="no queues")
     if damage is not None:
         raise damage
 
@@ -100,17 +92,14 @@ def count(
         known = {each.queue: each for each in broker.all_stats()}
     counted = {}
     damage = None
-    with common.progress_bar("counting") if len(names) > _MANY else nullcontext() as bar:
-        for name in names:
-            try:
-                counted[name] = known.get(name) or broker.stats(name)
-            except QueueNotFound:
-                # It was deleted since the names were read.
-                continue
-            except StoreDamaged as error:
-                damage = damage or error
-            if bar is not None:
-                bar(len(counted), len(names))
+    for name in names:
+        try:
+            counted[name] = known.get(name) or broker.stats(name)
+        except QueueNotFound:
+            # It was deleted since the names were read.
+            continue
+        except StoreDamaged as error:
+            damage = damage or error
     return counted, damage
 
 
@@ -135,19 +124,18 @@ def create(queue: str, store: str, *, fifo: bool, **settings: Any) -> None:
 @click.argument("queue")
 @_settings
 @click.option("--no-label", "dropped", metavar="NAME", multiple=True, help="Remove a label.")
-@common.store_option
+@common.changes_store
 def update(
-    queue: str, store: str, labels: dict[str, str], dropped: tuple[str, ...], **settings: Any
+    broker: Broker, queue: str, labels: dict[str, str], dropped: tuple[str, ...], **settings: Any
 ) -> None:
     """Change settings of a queue."""
     changes = _given(settings)
-    if not changes and not labels and not dropped:
+    if labels or dropped:
+        kept = {**broker.queue(queue).labels, **labels}
+        changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
+    if not changes:
         raise click.UsageError("nothing to change: give at least one setting")
-    with open_store(store) as broker:
-        if labels or dropped:
-            kept = {**broker.queue(queue).labels, **labels}
-            changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
-        spec = broker.update_queue(queue, **changes)
+    spec = broker.update_queue(queue, **changes)
     common.show_fields(spec, spec.name, "setting", skip="name")
 
 
@@ -203,8 +191,7 @@ def stats(broker: Broker | Reader, queue: str | None, top: int, *, every: bool) 
     else:
         rows = [(each.queue, *(getattr(each, name) for name in _DEPTHS)) for each in found]
         rows.append((f"all {len(counted)} queues", *total.values()))
-        headings = [f":{name.replace('_', ' ')}" for name in _DEPTHS]
-        common.show_table(("queue", *headings), rows)
+        common.show_table(("queue", *_HEADINGS), rows)
         common.show_fields(whole, "store")
     if damage is not None:
         raise damage
