@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import click
 
 from penstock.cli import common
-from penstock.cli.common import duration, given_files, is_server, tls_options
+from penstock.cli.common import Command, duration, given_files, is_server, tls_options
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pyspark.sql import SparkSession
 
     from penstock.spark.jobs import Archived
 
-_LOCATION: Final = "PENSTOCK_FLIGHT"
+Job: TypeAlias = Callable[..., Any]
 
 
 class _Pipeline(click.Group):
@@ -62,22 +61,27 @@ def _check_flight(_: click.Context, __: click.Parameter, location: str) -> str:
     return locate(location, ca=ca, certificate=certificate, key=key)
 
 
-_url_option = click.option(
-    "--url",
-    "--location",
-    "location",
-    metavar="URL",
-    envvar=_LOCATION,
-    required=True,
-    show_envvar=True,
-    callback=_check_flight,
-    help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
+_location_option = common.options(
+    click.option(
+        "--url",
+        "--location",
+        "location",
+        metavar="URL",
+        envvar="PENSTOCK_FLIGHT",
+        required=True,
+        show_envvar=True,
+        callback=_check_flight,
+        help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
+    ),
+    tls_options,
 )
-_location_option = common.options(_url_option, tls_options)
-_master_option = click.option(
-    "--master", help="Where Spark runs its tasks: local[*] unless Spark's own settings say it."
+_spark_options = common.options(
+    common.json_option,
+    _location_option,
+    click.option(
+        "--master", help="Where Spark runs its tasks: local[*] unless Spark's own settings say it."
+    ),
 )
-_spark_options = common.options(common.json_option, _location_option, _master_option)
 _queues_option = click.option(
     "--queue", "queues", multiple=True, help="Only this queue; may be repeated."
 )
@@ -90,12 +94,20 @@ def _session(master: str | None) -> SparkSession:
     return session(master, conf={"spark.log.level": "ERROR", "spark.ui.enabled": "false"})
 
 
-def _job(name: str, master: str | None) -> Callable[..., Any]:
-    """Return a job of :mod:`penstock.spark.jobs`, with a session of Spark."""
-    spark = _session(master)
-    from penstock.spark import jobs  # noqa: PLC0415 - needs an extra
+def _runs_jobs(command: Command) -> Command:
+    """Let a command call ``job(name, ...)``: a job of :mod:`penstock.spark.jobs` on the broker."""
 
-    return partial(getattr(jobs, name), spark)
+    @wraps(command)
+    def run(location: str, master: str | None, **given: Any) -> None:
+        def job(name: str, *args: Any, **options: Any) -> Any:
+            spark = _session(master)
+            from penstock.spark import jobs  # noqa: PLC0415 - needs an extra
+
+            return getattr(jobs, name)(spark, location, *args, **options)
+
+        command(job, **given)
+
+    return cast(Command, _spark_options(run))
 
 
 # --- routing --------------------------------------------------------------------------------------
@@ -163,12 +175,11 @@ def status(location: str) -> None:
 @click.option("--window", type=click.IntRange(min=1), default=200_000, show_default=True,
               help="Offsets between two commits.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only count what matches.")
-@_spark_options
-def backfill(location: str, master: str | None, queue: str, *, dry_run: bool, **given: Any) -> None:
+@_runs_jobs
+def backfill(job: Job, queue: str, *, dry_run: bool, **given: Any) -> None:
     """Fill a queue from the log with what it wants and has not had."""
-    job = _job("backfill", master)
     with common.progress_bar(f"filling {queue}") as bar:
-        done = job(location, queue, dry_run=dry_run, progress=bar, **given)
+        done = job("backfill", queue, dry_run=dry_run, progress=bar, **given)
     text = f"looked at {done.scanned} messages, {done.matched} match"
     common.answer(done, text if dry_run else f"{text}, added {done.added} to {queue}")
 
@@ -189,11 +200,10 @@ def backfill(location: str, master: str | None, queue: str, *, dry_run: bool, **
               help="Then remove files that no table has had for --retention-hours.")  # fmt: skip
 @click.option("--retention-hours", type=click.IntRange(min=168), default=168, show_default=True)
 @click.option("--dry-run", is_flag=True, help="Only count.")
-@_spark_options
+@_runs_jobs
 def archive(
-    location: str, master: str | None, path: str, queues: tuple[str, ...], states: tuple[str, ...],
-    keep: int, *, no_payload: bool, no_trim: bool, follow: bool, every: int, dry_run: bool,
-    **upkeep: Any,
+    job: Job, path: str, queues: tuple[str, ...], states: tuple[str, ...], keep: int, *,
+    no_payload: bool, no_trim: bool, follow: bool, every: int, dry_run: bool, **upkeep: Any,
 ) -> None:  # fmt: skip
     """Move done and failed messages, and the attempts at them, to Delta tables.
 
@@ -209,19 +219,12 @@ def archive(
     if follow:
         if dry_run or upkeep["optimize"] or upkeep["vacuum"]:
             raise click.UsageError("--follow goes without --dry-run, --optimize and --vacuum")
-        runs = _job("follow", master)(location, path, every_ms=every, **settings)
+        runs = job("follow", path, every_ms=every, **settings)
         with contextlib.suppress(KeyboardInterrupt):
             for done in (each for each in runs if each.files or each.trimmed):
                 _say_archived(done)
         return
-    job = _job("archive", master)
-    done = job(
-        location,
-        path,
-        dry_run=dry_run,
-        progress=lambda step: click.echo(step, err=True),
-        **settings,
-    )
+    done = job("archive", path, dry_run=dry_run, progress=partial(click.echo, err=True), **settings)
     _say_archived(done)
     _upkeep(path, dry_run=dry_run, **upkeep)
 
@@ -251,12 +254,11 @@ def _upkeep(
 
 @pipeline.command("collect")
 @click.option("--delete", is_flag=True, help="Free them; by default they are only counted.")
-@_spark_options
-def collect(location: str, master: str | None, *, delete: bool) -> None:
+@_runs_jobs
+def collect(job: Job, *, delete: bool) -> None:
     """Find payloads that nobody refers to any more, and free them."""
-    job = _job("collect", master)
     with common.progress_bar("asking the broker") as bar:
-        done = job(location, dry_run=not delete, progress=bar)
+        done = job("collect", dry_run=not delete, progress=bar)
     verb = "freed" if delete else "would free"
     text = f"{verb} {done.freed_messages} payloads, {done.freed_bytes} bytes"
     common.answer(done, text)
@@ -267,26 +269,18 @@ def collect(location: str, master: str | None, *, delete: bool) -> None:
 @click.option("--save", type=click.Path(path_type=Path),
               help="Write report.html and Parquet files into this directory.")  # fmt: skip
 @click.option("--archive", metavar="PATH", help="With the history in this archive.")
-@_spark_options
-def report(
-    location: str,
-    master: str | None,
-    queues: tuple[str, ...],
-    save: Path | None,
-    archive: str | None,
-) -> None:
+@_runs_jobs
+def report(job: Job, queues: tuple[str, ...], save: Path | None, archive: str | None) -> None:
     """Show throughput, waiting, attempts and failures of each queue."""
-    frames = _job("report", master)(location, queues=queues or None, archive=archive)
+    frames = job("report", queues=queues or None, archive=archive)
     if common.wants_json():
         common.emit_json({name: frame.toArrow().to_pylist() for name, frame in frames.items()})
     else:
         counts = ("done", "failed", "available", "done_per_second", "attempts_mean")
-        times = [
-            f"{what}_{share}_ms" for what in ("first_claim", "done") for share in ("p50", "p99")
-        ]
-        columns = ("queue", *counts, *times)
-        rows = frames["queues"].select(*columns).collect()
-        names = [name if name == "queue" else f":{name}" for name in columns]
+        times = ("first_claim_p50_ms", "first_claim_p99_ms", "done_p50_ms", "done_p99_ms")
+        columns = [*counts, *times]
+        rows = frames["queues"].select("queue", *columns).collect()
+        names = ["queue", *(f":{name}" for name in columns)]
         common.show_table(names, [tuple(row) for row in rows], empty="no queues")
     if save is not None:
         from penstock.spark.jobs import save_report  # noqa: PLC0415 - needs an extra
@@ -298,14 +292,11 @@ def report(
 @click.option("--queue", required=True, help="The queue whose failed messages are meant.")
 @click.option("--where", metavar="SQL", help="A condition on the table failed; default: all.")
 @click.option("--dry-run", is_flag=True, help="Only count them and show a few.")
-@_spark_options
-def redrive(
-    location: str, master: str | None, queue: str, where: str | None, *, dry_run: bool
-) -> None:
+@_runs_jobs
+def redrive(job: Job, queue: str, where: str | None, *, dry_run: bool) -> None:
     """Make the failed messages that a SQL condition selects available again."""
-    job = _job("redrive", master)
     with common.progress_bar(f"redriving {queue}") as bar:
-        done = job(location, queue, where=where, dry_run=dry_run, progress=bar)
+        done = job("redrive", queue, where=where, dry_run=dry_run, progress=bar)
     if common.wants_json():
         common.emit_json(done)
         return
@@ -328,17 +319,14 @@ def redrive(
 @click.option("--column", "columns", multiple=True, metavar="COLUMN=SQL",
               help="What a column of messages is made of, such as group=tenant.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only check every row.")
-@_spark_options
-def publish(
-    location: str, master: str | None, paths: tuple[str, ...], *, dry_run: bool, **given: Any
-) -> None:
+@_runs_jobs
+def publish(job: Job, paths: tuple[str, ...], *, dry_run: bool, **given: Any) -> None:
     """Publish the rows of files, or of a SQL query, as messages."""
     for option, name in (("options", "NAME"), ("columns", "COLUMN")):
         pairs = common.pairs_of(given[option], name)
         given[option] = {each.strip(): value for each, value in pairs.items()}
-    job = _job("publish", master)
     with common.progress_bar("publishing") as bar:
-        done = job(location, paths or None, dry_run=dry_run, progress=bar, **given)
+        done = job("publish", paths or None, dry_run=dry_run, progress=bar, **given)
     text = f"checked {done.rows} rows" if dry_run else f"published {done.published} rows"
     if done.duplicates:
         text += f"; {done.duplicates} had been published before"
