@@ -222,7 +222,7 @@ def test_a_module_that_can_not_be_imported(tmp_path: Any, monkeypatch: pytest.Mo
 def test_ends_that_are_alike_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     counters = WorkerCounters(clock, lambda _: None)
-    broker = cast("penstock.Broker", Refusing())
+    broker = cast("penstock.Broker", None)
     settler = Settler(broker, clock, counters, Heartbeat(broker, clock, counters))
     for n in range(5):
         settler.put(ACK, [f"a{n}"], hurry=False)
@@ -238,29 +238,6 @@ def test_ends_that_are_alike_share_a_call(monkeypatch: pytest.MonkeyPatch) -> No
         Batch(Action.RELEASE, 0, "x", ["c"]),
     ]
     assert settler.take() == []
-
-
-class Refusing:
-    """A store that has settled everything already."""
-
-    def extend(self, receipts: list[str], *, lease_ms: int) -> list[Outcome]:
-        return [Outcome(receipt, OutcomeStatus.STALE) for receipt in receipts]
-
-
-def test_what_is_being_settled_is_not_lost_by_an_extension() -> None:
-    clock = ManualClock()
-    counters = WorkerCounters(clock, lambda _: None)
-    heartbeat = Heartbeat(cast("penstock.Broker", Refusing()), clock, counters)
-    lost: list[str] = []
-    heartbeat.on_lost = lost.extend
-    heartbeat.hold(["a", "b", "c"], lease_ms=30_000)
-    assert heartbeat.tick() == 10_000
-    heartbeat.mark_settling(["a"])
-    heartbeat.forget(["c"])
-    clock.advance(10_000)
-    assert heartbeat.tick() is None
-    assert lost == ["b"]
-    assert not heartbeat.is_live("b")
 
 
 # --- trouble --------------------------------------------------------------------------------------

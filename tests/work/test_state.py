@@ -261,6 +261,19 @@ def test_a_refused_extension_is_a_lost_lease(parts: Parts) -> None:
     assert parts.heartbeat.is_live("b")
 
 
+def test_what_is_being_settled_is_not_lost_by_an_extension() -> None:
+    parts = Parts(filled=3)
+    parts.heartbeat.on_lost = parts.state.lose
+    parts.store.refused = {f"receipt-{number}" for number in range(3)}
+    parts.finish(parts.take())
+    parts.take()
+    parts.clock.advance(MINUTE_MS // 3)
+    assert parts.heartbeat.tick() is None
+    assert (parts.stats().lost, parts.waiting) == (2, 0)
+    assert parts.settled() == [(Action.ACK, ["receipt-0"])]
+    assert not parts.heartbeat.is_live("receipt-1")
+
+
 def test_no_answer_until_the_deadline_is_a_lost_lease(parts: Parts) -> None:
     parts.store.away = True
     for _ in range(2):

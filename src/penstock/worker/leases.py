@@ -8,9 +8,9 @@ that were started together drift apart.
 The :class:`Heartbeat` extends the leases of all messages that the worker holds, each at every third
 of its length. Deadlines are on this process's own clock and counted from when a claim was answered
 or an extension asked for, so that no two clocks need agree; a tenth of the lease is set aside for
-the way of the answer. Receipts that are about to be settled are extended like the rest, but whether
-they were lost is for the store to say when it settles them: the answers to an ack and to an
-extension may cross.
+the way of the answer. Receipts that are about to be settled are extended like the rest. Whether
+those were lost is for the store to say when it settles them, since the answers to an ack and to an
+extension may cross: the state does not know them any more when they are reported.
 
 The :class:`Settler` settles in batches: many handlers' ends become one ack. A handler's end waits a
 few milliseconds for others, or until nothing else is being worked on; while one call is under way
@@ -216,12 +216,11 @@ class Heartbeat(Ticker):
         super().__init__("penstock-heartbeat", self.tick, clock)
         self._broker = broker
         self._activity = counters.activity("extending leases")
-        # Called with receipts whose lease was lost.
-        self.on_lost: Callable[[list[str]], None] | None = None
+        # Called with receipts whose lease was lost; often with none.
+        self.on_lost: Callable[[list[str]], None] = lambda _: None
         self._lock = threading.Lock()
         self._lease_of: dict[str, _Lease] = {}
         self._leases: dict[_Lease, None] = {}
-        self._settling: set[str] = set()
         self._next_ms: int | None = None
 
     def now_ms(self) -> int:
@@ -246,17 +245,10 @@ class Heartbeat(Ticker):
             self._lease_of.update(dict.fromkeys(lease.receipts, lease))
         return lease
 
-    def mark_settling(self, receipts: Iterable[str]) -> None:
-        """Go on extending these, but leave it to the store whether they were lost."""
-        with self._lock:
-            self._settling.update(receipts)
-
     def forget(self, receipts: Iterable[str]) -> None:
         """Extend these no more."""
-        gone = list(receipts)
         with self._lock:
-            self._forget(gone)
-            self._settling.difference_update(gone)
+            self._forget(receipts)
 
     def _forget(self, receipts: Iterable[str]) -> None:
         for receipt in receipts:
@@ -284,7 +276,7 @@ class Heartbeat(Ticker):
                 if lease.next_ms <= now_ms:
                     lease.next_ms = now_ms + max(1, lease.lease_ms // EXTENSIONS_PER_LEASE)
                     due.setdefault(lease.lease_ms, []).extend(lease.receipts)
-        self._report_lost(lapsed)
+        self.on_lost(lapsed)
         for lease_ms, receipts in due.items():
             for at in range(0, len(receipts), limits.MAX_RECEIPTS):
                 self._extend(receipts[at : at + limits.MAX_RECEIPTS], lease_ms)
@@ -308,13 +300,7 @@ class Heartbeat(Ticker):
             refused = [each.receipt for each in held if not each.ok]
             self._forget(refused)
             self._hold([each.receipt for each in held if each.ok], lease_ms, asked_ms)
-        self._report_lost(refused)
-
-    def _report_lost(self, receipts: list[str]) -> None:
-        with self._lock:
-            lost = [receipt for receipt in receipts if receipt not in self._settling]
-        if lost and self.on_lost is not None:
-            self.on_lost(lost)
+        self.on_lost(refused)
 
 
 class Batch(NamedTuple):
@@ -338,7 +324,7 @@ class Settler(Ticker):
         self._counters = counters
         self._activity = counters.activity("settling")
         # Called when the state may have room for more messages.
-        self.on_settled: Callable[[], None] | None = None
+        self.on_settled: Callable[[], None] = lambda: None
         self._groups: dict[tuple[Action, int | None, str], list[str]] = {}
         self.unsettled = 0
         # Whether the receipts wait for others to share their call.
@@ -351,7 +337,6 @@ class Settler(Ticker):
         """Settle these receipts soon; ``hurry``: no others could share their call."""
         if not receipts:
             return
-        self._heartbeat.mark_settling(receipts)
         with self._wake:
             first = not self._groups
             how = (settlement.action, settlement.delay_ms, settlement.reason)
@@ -404,8 +389,7 @@ class Settler(Ticker):
                     self._wake.notify_all()
                 else:
                     self._groups.setdefault(batch[:3], []).extend(batch.receipts)
-        if self.on_settled is not None:
-            self.on_settled()
+        self.on_settled()
         return 0
 
     def _settle(self, batch: Batch) -> bool:

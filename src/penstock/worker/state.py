@@ -20,14 +20,16 @@ import threading
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from penstock import limits
+from penstock.model import Delivery
 from penstock.worker.outcome import CUT_OFF, Action, Settlement, over_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from penstock.clock import Clock
-    from penstock.model import Delivery
     from penstock.worker.leases import Heartbeat, Settler
     from penstock.worker.outcome import Handler
     from penstock.worker.stats import WorkerCounters, WorkerStats
@@ -71,15 +73,12 @@ class HandlerEnd(Enum):
     LATE = "late"
 
 
-class Task:
+class Task(msgspec.Struct, eq=False):
     """A message that a worker holds."""
 
-    __slots__ = ("began_ms", "delivery", "end")
-
-    def __init__(self, delivery: Delivery) -> None:
-        self.delivery = delivery
-        self.began_ms = 0
-        self.end = HandlerEnd.IN_TIME
+    delivery: Delivery
+    began_ms: int = 0
+    end: HandlerEnd = HandlerEnd.IN_TIME
 
 
 class WorkerState:
@@ -122,10 +121,10 @@ class WorkerState:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
-        # Called when a message can be taken, for a pool that can't wait in take().
-        self.on_ready: Callable[[], None] | None = None
+        # Called when messages can be taken, for a pool that can't wait in take().
+        self.on_ready: Callable[[], None] = lambda: None
         # Called when a message has begun, for the watch over time limits.
-        self.on_begun: Callable[[], None] | None = None
+        self.on_begun: Callable[[], None] = lambda: None
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -205,8 +204,7 @@ class WorkerState:
                 self.asked[queue] -= len(deliveries)
             self._strand()
             self._work.notify(len(deliveries))
-        if self.on_ready is not None:
-            self.on_ready()
+        self.on_ready()
 
     # --- for pools -----------------------------------------------------------------------------
 
@@ -230,8 +228,7 @@ class WorkerState:
             if task is None:
                 self._report_lost(*lost)
                 continue
-            if self.on_begun is not None:
-                self.on_begun()
+            self.on_begun()
             return task
 
     def finish(self, task: Task, settlement: Settlement) -> None:
@@ -307,7 +304,8 @@ class WorkerState:
         """Note that leases were lost: such messages do not begin, and are not settled."""
         with self._lock:
             lost = self._lose(receipts)
-        self._report_lost(*lost)
+        if any(lost):
+            self._report_lost(*lost)
 
     def _lose(self, receipts: Iterable[str]) -> tuple[list[Task], list[Task]]:
         unbegun, running = [], []
@@ -318,10 +316,11 @@ class WorkerState:
             elif (task := self._running.get(receipt)) and task.end is HandlerEnd.IN_TIME:
                 self._detach(task, HandlerEnd.LOST)
                 running.append(task)
-        # An extension whose answer is on its way must not hold them again.
-        self._heartbeat.forget([task.delivery.receipt for task in (*unbegun, *running)])
-        self._strand()
-        self._room.notify_all()
+        if unbegun or running:
+            # An extension whose answer is on its way must not hold them again.
+            self._heartbeat.forget([task.delivery.receipt for task in (*unbegun, *running)])
+            self._strand()
+            self._room.notify_all()
         return unbegun, running
 
     def _report_lost(self, unbegun: list[Task], running: list[Task]) -> None:

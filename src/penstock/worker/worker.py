@@ -30,7 +30,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
+from typing import TYPE_CHECKING, Final, Literal, Self, cast
 
 from penstock import limits
 from penstock.broker.broker import Broker
@@ -53,7 +53,6 @@ from penstock.worker.stats import WorkerCounters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import FrameType, TracebackType
 
     from penstock.client import Client
     from penstock.model import Delivery
@@ -109,6 +108,11 @@ class Worker:
         """Check the options; nothing is opened before :meth:`run` or :meth:`start`."""
         if mode not in {"threads", "processes"}:
             raise InvalidInput(f"mode is 'threads' or 'processes', not {mode!r:.100}")
+        if mode == "threads" and (child_messages is not None or child_memory_bytes is not None):
+            raise InvalidInput(
+                "child_messages and child_memory_bytes are for mode='processes': a thread can't "
+                "be replaced"
+            )
         self._mode = mode
         check_optional(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
         check_optional(time_limit_ms, "time_limit_ms", 1)
@@ -146,11 +150,6 @@ class Worker:
         check_middleware(self._function, self._settings.middleware)
         if mode == "processes":
             check_child_options(self._settings)
-        elif child_messages is not None or child_memory_bytes is not None:
-            raise InvalidInput(
-                "child_messages and child_memory_bytes are for mode='processes': a thread can't "
-                "be replaced"
-            )
         self._store = store
         self._clock = clock or SystemClock()
         self._broker: Broker | None = None
@@ -203,12 +202,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         self.stop()
         self._ended.wait()
         if error is None:
@@ -262,14 +256,14 @@ class Worker:
         log.info("working on %s: %d %s", names, self._settings.concurrency, self._mode)
 
     def _make_parts(self, broker: Broker) -> None:
-        clock = self._clock
+        clock, settings = self._clock, self._settings
         counters = WorkerCounters(clock, self._report_error, self._queues)
         self._heartbeat = Heartbeat(broker, clock, counters)
         self._settler = Settler(broker, clock, counters, self._heartbeat)
         self._state = WorkerState(
-            self._settings,
+            settings,
             # A child process is a slot once it is ready.
-            0 if self._mode == "processes" else self._settings.concurrency,
+            0 if self._mode == "processes" else settings.concurrency,
             clock=clock,
             counters=counters,
             heartbeat=self._heartbeat,
@@ -279,11 +273,12 @@ class Worker:
         make_pool: type[Pool] = AsyncPool if is_async(self._function) else ThreadPool
         if self._mode == "processes":
             make_pool = ProcessPool
+        self._pool = make_pool(self._state, self._report_broken)
         # A thread over its time limit goes on beside the handler of its group's next message.
-        fifo = make_pool is not ThreadPool or self._settings.time_limit_ms is None
+        fifo = make_pool is not ThreadPool or settings.time_limit_ms is None
         make_claimer: type[Claimer] = Claimer
         # With credit for several queues a server would push more than there are free slots.
-        exact = self._settings.prefetch == 0 and len(self._queues) > 1
+        exact = settings.prefetch == 0 and len(self._queues) > 1
         if hasattr(broker, "subscribe") and not exact:
             # Loaded when used: an embedded broker needs nothing of the client.
             from penstock.worker.subscriber import Subscriber  # noqa: PLC0415
@@ -292,13 +287,11 @@ class Worker:
         self._claimers = [
             make_claimer(broker, queue, self._state, fifo=fifo) for queue in self._queues
         ]
-        self._pool = make_pool(self._state, self._report_broken)
 
     def _start_parts(self) -> None:
         try:
-            self._heartbeat.start()
-            self._settler.start()
-            self._pool.start()
+            for start in (self._heartbeat.start, self._settler.start, self._pool.start):
+                start()
             for claimer in self._claimers:
                 claimer.start()
         except BaseException:
@@ -427,13 +420,11 @@ def _signals(worker: Worker) -> Iterator[None]:
         return
     seen: list[int] = []
 
-    def stop(number: int, _: FrameType | None) -> None:
+    def stop(number: int, _: object) -> None:
         worker.stop(at_once=bool(seen))
         seen.append(number)
 
-    before: dict[signal.Signals, Any] = {
-        number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
