@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import penstock
-from penstock.cli import watch
+from penstock.cli import messages
 from penstock.cli.doctor import EXTRAS
 from penstock.cli.main import cli
 from penstock.model import Message
@@ -188,8 +188,8 @@ def test_texts_of_messages_do_not_steer_the_terminal(url: str, client: Client) -
 
 
 def test_tail_shows_each_end_once_across_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PAGE", 3)
-    monkeypatch.setattr(watch, "MAX_BROWSE_LIMIT", 5)
+    monkeypatch.setattr(messages, "PAGE", 3)
+    monkeypatch.setattr(messages, "MAX_BROWSE_LIMIT", 5)
     with penstock.open("memory:") as broker:
         broker.create_queue("q", max_attempts=1)
 
@@ -198,12 +198,12 @@ def test_tail_shows_each_end_once_across_pages(monkeypatch: pytest.MonkeyPatch) 
             broker.release([each.receipt for each in broker.claim("q", limit=count)])
             return ids
 
-        def read(follower: watch.EndFollower) -> list[int]:
-            return [entry.message_id for entry, _ in follower.read(broker)]
+        def read(follower: messages.EndFollower) -> list[int]:
+            return [entry.message_id for entry in follower.read(broker)]
 
         first = end(7)
-        fresh = watch.EndFollower(broker, "q", "failed", from_start=False)
-        whole = watch.EndFollower(broker, "q", "failed", from_start=True)
+        fresh = messages.EndFollower(broker, "q", "failed", from_start=False)
+        whole = messages.EndFollower(broker, "q", "failed", from_start=True)
         assert read(fresh) == []
         assert read(whole) == first
         for count in (1, 2, 3, 10):

@@ -16,11 +16,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import tomllib
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -34,7 +35,7 @@ from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable, StoreLo
 from penstock.model import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from penstock.addresses import Address
     from penstock.broker.broker import Broker
@@ -313,6 +314,24 @@ reads_store = options(
         "--read-only", is_flag=True, help="Read a store on object storage beside its owner."
     ),
     _on_store(open_to_look, "read_only"),
+)
+
+
+def polls(url: str, every_ms: int) -> Generator[Broker | Reader]:
+    """Give the open store for one look after the other; a reader shows one moment, so a new one."""
+    pause = partial(threading.Event().wait, every_ms / 1000)
+    while url.startswith("slatedb+"):
+        with open_to_look(url) as reader:
+            yield reader
+        pause()
+    with open_to_look(url) as broker:
+        while True:
+            yield broker
+            pause()
+
+
+every_option = click.option(
+    "--every", "every_ms", type=duration, default="1s", show_default=True, help="Look so often."
 )
 
 

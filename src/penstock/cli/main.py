@@ -35,7 +35,7 @@ SECTIONS: Final = {
         "update": ("queues", "Change settings of a queue."),
         "delete": ("queues", "Remove a queue with every message in it."),
         "stats": ("queues", "Show depths and totals."),
-        "top": ("watch", "Watch depths and rates of all queues."),
+        "top": ("queues", "Watch depths and rates of all queues."),
         "filter": ("queues", "Try filters out."),
     },
     "Messages": {
@@ -44,7 +44,7 @@ SECTIONS: Final = {
         "browse": ("messages", "Look at messages without claiming them."),
         "attempts": ("messages", "Show every attempt at a message."),
         "explain": ("messages", "Say why a message is, or is not, in a queue, and where it is."),
-        "tail": ("watch", "Follow messages as they end, or as they come."),
+        "tail": ("messages", "Follow messages as they end, or as they come."),
         "claim": ("messages", "Take messages under a lease."),
         "ack": ("messages", "Settle messages as done."),
         "release": ("messages", "Give messages back, to be tried again or to fail."),
@@ -59,7 +59,7 @@ SECTIONS: Final = {
         "serve": ("server", "Serve a store until SIGTERM or SIGINT."),
         "config": ("server", "Show the settings of a server and where each comes from."),
         "keys": ("server", "Make, list and remove the access keys of a server."),
-        "bench": ("watch", "Measure a server or a store with a short load."),
+        "bench": ("doctor", "Measure a server or a store with a short load."),
     },
     "Operations": {
         "backup": ("backup", "Make, list, verify and prune backups of a store."),

@@ -1,10 +1,15 @@
-"""Messages: bring them in, look at them, claim and settle them, move and remove many."""
+"""Messages: bring them in, look at them, follow, claim and settle them, move and remove many.
+
+``tail`` asks again and again, as ``top`` does: nothing is kept for them on the other side, and they
+cost nothing while nobody watches. Each look reads pages of a bounded size.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing, suppress
 from io import BytesIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -15,16 +20,20 @@ from penstock.cli import common
 from penstock.cli.common import duration, open_store, url_option
 from penstock.errors import InvalidMessage
 from penstock.filters import Row, parse
-from penstock.model import Message, State, SweepCounts
+from penstock.limits import MAX_BROWSE_LIMIT
+from penstock.model import LogRecord, Message, State, SweepCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.broker.broker import Broker
     from penstock.broker.reader import Reader
-    from penstock.model import Outcome
+    from penstock.filters import Filter
+    from penstock.model import Entry, Outcome
 
 LINES_PER_PUBLISH: Final = 1_000
+# Messages of one page of a look at messages that are followed.
+PAGE: Final = 200
 
 
 # --- in -------------------------------------------------------------------------------------------
@@ -235,6 +244,139 @@ def explain(broker: Broker | Reader, queue: str, message_id: int) -> None:
         click.echo(f"the filter counts from offset {found.counts_from} on")
     if found.looked < found.queues:
         click.echo(f"looked at {found.looked} of {found.queues} queues")
+
+
+# --- following ------------------------------------------------------------------------------------
+
+
+@click.command("tail")
+@click.argument("queue", required=False)
+@click.option("--log", "from_log", is_flag=True,
+              help="Follow the metadata log: messages as they are published, those that QUEUE's "
+              "filter takes or all.")  # fmt: skip
+@click.option("--state", "states", type=click.Choice(["done", "failed"]), multiple=True,
+              help="Only messages that end so.")  # fmt: skip
+@click.option("--from-start", is_flag=True, help="Begin with what is there already.")
+@click.option("--limit", type=click.IntRange(1), help="End after so many messages.")
+@common.every_option
+@common.store_option
+def tail(
+    store: str, queue: str | None, *, from_log: bool, states: tuple[str, ...], from_start: bool,
+    limit: int | None, every_ms: int,
+) -> None:  # fmt: skip
+    """Follow messages as they end, or as they come.
+
+    Shows each message of QUEUE that is done or has failed, with the reason, until Ctrl-C. With
+    --json each is a line.
+    """
+    if queue is None and not from_log:
+        raise click.UsageError("name a QUEUE, or follow the whole log with --log")
+    if from_log and states:
+        raise click.UsageError("--state is how messages end; --log shows them as they come")
+    json = common.wants_json()
+    shown = 0
+    followers: list[LogFollower | EndFollower] = []
+    looks = common.polls(store, every_ms)
+    with suppress(KeyboardInterrupt), closing(looks):
+        for broker in looks:
+            if not followers and from_log:
+                wanted = None if queue is None else parse(broker.queue(queue).filter)
+                followers = [LogFollower(broker, wanted, from_start=from_start)]
+            elif not followers:
+                followers = [
+                    EndFollower(broker, str(queue), state, from_start=from_start)
+                    for state in states or ("done", "failed")
+                ]
+            found: Iterator[Entry | LogRecord]
+            found = chain.from_iterable(follower.read(broker) for follower in followers)
+            for each in found:
+                if json:
+                    click.echo(msgspec.json.encode(common.plain(each)))
+                else:
+                    click.echo(common.printable("  ".join(filter(None, _parts(each)))))
+                shown += 1
+                if shown == limit:
+                    return
+
+
+def _parts(each: Entry | LogRecord) -> tuple[str, ...]:
+    """Return what a line tells of a message that has ended, or was published."""
+    if isinstance(each, LogRecord):
+        attributes = msgspec.json.encode(each.attributes).decode()
+        at = common.when(each.published_at_ms)
+        return (at, str(each.message_id), each.group, attributes, f"{each.size} bytes")
+    return (
+        common.when(each.ended_at_ms),
+        f"{each.state.value:6}",
+        str(each.message_id),
+        f"attempt {each.attempts}",
+        each.group,
+        common.preview(each.payload),
+        f"({each.reason})" if each.reason else "",
+    )
+
+
+class EndFollower:
+    """Messages of a queue in the order in which they end, in one state."""
+
+    def __init__(
+        self, broker: Broker | Reader, queue: str, state: str, *, from_start: bool
+    ) -> None:
+        """Begin behind the last message that has ended, or with the first one."""
+        self._queue, self._state = queue, state
+        # A page that is not full has no next cursor: what it showed is remembered instead.
+        self._cursor: str | None = None
+        self._seen: set[tuple[int, int, int | None]] = set()
+        if not from_start:
+            # Large steps first; then small ones, since each look reads the last step again.
+            for step in (MAX_BROWSE_LIMIT, PAGE):
+                for _ in self._pages(broker, step, payloads=False):
+                    pass
+
+    def read(self, broker: Broker | Reader) -> Iterator[Entry]:
+        """Give the messages that have ended since the last time."""
+        return chain.from_iterable(self._pages(broker, PAGE, payloads=True))
+
+    def _pages(
+        self, broker: Broker | Reader, step: int, *, payloads: bool
+    ) -> Iterator[list[Entry]]:
+        while True:
+            page = broker.browse(
+                self._queue, state=self._state, limit=step, cursor=self._cursor, payloads=payloads
+            )
+            # A message that was redriven ends again.
+            keys = {(each.message_id, each.attempts, each.ended_at_ms): each for each in page}
+            new = [each for key, each in keys.items() if key not in self._seen]
+            if page.next_cursor is None:
+                self._seen = set(keys)
+                yield new
+                return
+            self._cursor = page.next_cursor
+            yield new
+
+
+class LogFollower:
+    """Messages in the order in which they were published, those that a filter takes or all."""
+
+    def __init__(self, broker: Broker | Reader, wanted: Filter | None, *, from_start: bool) -> None:
+        """Begin behind the last message that was published, or with the first one kept."""
+        stats = broker.log_stats()
+        self._at = dict.fromkeys(stats.cursors, 0 if from_start else stats.end)
+        self._wanted = wanted
+
+    def read(self, broker: Broker | Reader) -> Iterator[LogRecord]:
+        """Give the messages published since the last time."""
+        for log in broker.log_stats().cursors:
+            while True:
+                page = broker.read_log(log, begin=self._at.setdefault(log, 0), limit=PAGE)
+                yield from filter(self._takes, page.records)
+                self._at[log] = max(self._at[log], page.cursor.end)
+                if not page.records:
+                    break
+
+    def _takes(self, each: LogRecord) -> bool:
+        row = Row(each.attributes, each.group, each.priority, each.published_at_ms, each.size)
+        return self._wanted is None or self._wanted.matches(row)
 
 
 # --- claiming and settling ------------------------------------------------------------------------

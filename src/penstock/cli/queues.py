@@ -1,8 +1,10 @@
-"""Queues: list, make, change, remove, count; and trying out their filters."""
+"""Queues: list, make, change, remove, count, watch; and trying out their filters."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+import sys
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -16,6 +18,10 @@ from penstock.errors import QueueExists, QueueNotFound, StoreDamaged
 from penstock.filters import Row, explain, parse
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.table import Table
+
     from penstock.broker.broker import Broker
     from penstock.broker.reader import Reader
     from penstock.model import QueueStats
@@ -43,7 +49,20 @@ _SETTINGS: Final = (
     ("--dead-letter", "dead_letter", str, "The queue that what fails is moved to; '': none."),
 )
 
-
+# Rows where there is no screen that decides.
+ROWS: Final = 50
+# Lines of a screen that are not rows.
+_FRAME_LINES: Final = 6
+# What top sorts by: the figure whose largest values come first, or the name.
+SORTS: Final = {
+    "queue": "queue",
+    "available": "available",
+    "in_flight": "in_flight",
+    "failed": "failed",
+    "oldest": "oldest_age_ms",
+    "in": "in_per_second",
+    "done": "done_per_second",
+}
 _DEPTHS: Final = ("available", "delayed", "in_flight", "done", "failed")
 _HEADINGS: Final = [f":{name.replace('_', ' ')}" for name in _DEPTHS]
 
@@ -199,6 +218,119 @@ def stats(broker: Broker | Reader, queue: str | None, top: int, *, every: bool) 
 
 def _live(stats: QueueStats) -> int:
     return stats.available + stats.delayed + stats.in_flight
+
+
+# --- top ------------------------------------------------------------------------------------------
+
+
+@click.command("top")
+@click.option("--sort", type=click.Choice(list(SORTS)), default="available", show_default=True,
+              help="What comes first.")  # fmt: skip
+@click.option(
+    "--limit", type=click.IntRange(1), help="Rows at the most.  [default: the screen, or 50]"
+)
+@click.option("--once", is_flag=True, help="Look twice, for the rates, print once, and end.")
+@common.every_option
+@common.store_option
+def top(store: str, sort: str, limit: int | None, every_ms: int, *, once: bool) -> None:
+    """Watch depths and rates of all queues.
+
+    Ctrl-C ends it. With --json each look is a line; without a terminal there is one look.
+    """
+    as_json = common.wants_json()
+    once = once or not (as_json or sys.stdout.isatty())
+    clock = SystemClock()
+    at = 0.0
+    before: dict[str, QueueStats] = {}
+    with (
+        suppress(KeyboardInterrupt),
+        _screen(on=not (once or as_json)) as draw,
+        closing(common.polls(store, every_ms)) as looks,
+    ):
+        for number, broker in enumerate(looks):
+            stats, _ = count(broker, [spec.name for spec in broker.queues()])
+            now = clock.seconds()
+            rows = [_figures(each, before.get(name), now - at) for name, each in stats.items()]
+            rows.sort(key=lambda row: str(row["queue"]))
+            if sort != "queue":
+                rows.sort(key=lambda row: -(row[SORTS[sort]] or 0))
+            at, before = now, stats
+            if once and not number:
+                continue
+            if as_json:
+                click.echo(msgspec.json.encode(rows[:limit]))
+            else:
+                draw(_table(rows, limit))
+            if once:
+                return
+
+
+def _figures(stats: QueueStats, before: QueueStats | None, seconds: float) -> dict[str, Any]:
+    """Return the row of a queue: depths, the age of its oldest waiting message, and rates."""
+    last = before or stats
+    came = stats.enqueued_total + stats.moved_in_total - last.enqueued_total - last.moved_in_total
+    done = stats.acked_total - last.acked_total
+    names = ("queue", "available", "delayed", "in_flight", "failed", "oldest_age_ms")
+    return {
+        **{name: getattr(stats, name) for name in names},
+        # A queue that was made anew counts from 0 again.
+        "in_per_second": round(max(0, came) / (seconds or 1), 1),
+        "done_per_second": round(max(0, done) / (seconds or 1), 1),
+    }
+
+
+def _table(rows: list[dict[str, Any]], limit: int | None) -> Table:
+    from rich import box  # noqa: PLC0415 - --json does without
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    room = limit or ROWS
+    if sys.stdout.isatty():
+        screen = max(1, os.get_terminal_size().lines - _FRAME_LINES)
+        room = min(limit or screen, screen)
+    available, failed = (sum(row[name] for row in rows) for name in ("available", "failed"))
+    title = f"{len(rows):,} queues, {available:,} messages available, {failed:,} failed"
+    table = Table(box=box.SIMPLE_HEAD, title=title)
+    table.add_column("queue", overflow="fold")
+    for heading in ("available", "delayed", "in flight", "failed", "oldest", "in/s", "done/s"):
+        table.add_column(heading, justify="right")
+    for row in rows[:room]:
+        table.add_row(
+            Text(row["queue"]),
+            *(f"{row[name]:,}" for name in ("available", "delayed", "in_flight")),
+            Text(f"{row['failed']:,}", style="red" if row["failed"] else ""),
+            _age(row["oldest_age_ms"]),
+            *(
+                f"{rate:,.1f}" if (rate := row[f"{name}_per_second"]) else ""
+                for name in ("in", "done")
+            ),
+        )
+    if len(rows) > room:
+        table.add_row(f"… and {len(rows) - room:,} more")
+    return table
+
+
+def _age(age_ms: int | None) -> str:
+    if age_ms is None:
+        return ""
+    for unit, ms in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000)):
+        if age_ms >= 2 * ms:
+            return f"{age_ms // ms}{unit}"
+    return f"{age_ms / 1000:.1f}s"
+
+
+@contextmanager
+def _screen(*, on: bool) -> Iterator[Callable[[Table], object]]:
+    """Give a function that shows a table: in place of the one before, or below it."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.live import Live  # noqa: PLC0415
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    if not on:
+        yield console.print
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        yield lambda table: live.update(table, refresh=True)
 
 
 # --- filters --------------------------------------------------------------------------------------
