@@ -66,9 +66,6 @@ LOOK_MS: Final = 1_000
 class Pool(ABC):
     """Threads that take messages from the worker's state, run the handler, and report back."""
 
-    can_cut = True
-    """Whether :meth:`cut` ends handlers that run."""
-
     def __init__(self, state: WorkerState, on_broken: Callable[[BaseException], None]) -> None:
         """``on_broken`` is called if a thread of the pool ends by an error."""
         self._state = state
@@ -82,8 +79,8 @@ class Pool(ABC):
         self._start_threads(self._settings.concurrency)
 
     @abstractmethod
-    def cut(self) -> None:
-        """End handlers that run, as far as that can be done, and take no more messages."""
+    def cut(self) -> bool:
+        """End handlers that run, and take no more messages; say whether that can be done."""
 
     def join(self, within_ms: int) -> None:
         """Wait for so long until the threads have ended; called after the state has ended."""
@@ -112,7 +109,6 @@ class Pool(ABC):
 class ThreadPool(Pool):
     """Threads that run a plain function, each for one message at a time."""
 
-    can_cut = False
     _limits: Ticker | None = None
 
     def start(self) -> None:
@@ -126,8 +122,9 @@ class ThreadPool(Pool):
         if self._limits is not None:
             self._limits.start()
 
-    def cut(self) -> None:
+    def cut(self) -> bool:
         """Leave the handlers alone: a thread can't be ended."""
+        return False
 
     def join(self, within_ms: int) -> None:
         """Wait for threads that have nothing to do; others end with their handler."""
@@ -151,17 +148,15 @@ class AsyncPool(Pool):
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
-        # Guards _ended: the loop can't be called once it is closed.
-        self._calling = threading.Lock()
-        self._ended = False
         self._take_watched = partial(self._watch, self._take)
         self._state.on_ready = partial(self._call, self._take_watched)
         self._start_threads(1)
 
-    def cut(self) -> None:
+    def cut(self) -> bool:
         """Cancel every handler."""
         self._cutting = True
         self._call(self._cancel)
+        return True
 
     def join(self, within_ms: int) -> None:
         """Stop the loop; a handler that would not be cancelled is left where it is."""
@@ -171,9 +166,9 @@ class AsyncPool(Pool):
 
     def _call(self, function: Callable[[], object]) -> None:
         """Call a function on the loop; called by other threads."""
-        with self._calling:
-            if not self._ended:
-                self._loop.call_soon_threadsafe(function)
+        # A loop that is closed has nothing left to do.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
 
     # --- on the loop ---------------------------------------------------------------------------
 
@@ -186,8 +181,7 @@ class AsyncPool(Pool):
                 except (SystemExit, KeyboardInterrupt):
                     log.exception("a task of a handler would have ended the loop")
         finally:
-            with self._calling:
-                self._ended = True
+            self._cutting = True
             self._cancel()
             if self._tasks:
                 # One turn, for tasks that end when they are cancelled.
@@ -405,12 +399,13 @@ class ProcessPool(Pool):
         atexit.register(self.cut)
         super().start()
 
-    def cut(self) -> None:
+    def cut(self) -> bool:
         """Kill the children."""
         with self._lock:
             self._cutting = True
             for child in self._children:
                 child.process.kill()
+        return True
 
     def join(self, within_ms: int) -> None:
         """Wait until the children have gone."""

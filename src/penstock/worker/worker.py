@@ -379,10 +379,8 @@ class Worker:
         for claimer in self._claimers:
             claimer.join(None if settle else CUT_MS)
         self._state.give_back()
-        if not self._state.idle:
-            self._pool.cut()
-            if self._pool.can_cut:
-                self._state.wait_for_idle(CUT_MS)
+        if not self._state.idle and self._pool.cut():
+            self._state.wait_for_idle(CUT_MS)
         cut_off = self._state.abandon()
         left = self._settler.finish(LAST_SETTLE_MS if settle else 0)
         self._state.end()
