@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import msgspec
 
@@ -27,33 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.worker")
 
-# The fields of QueueWork and WorkerStats, and their help texts on the Prometheus page: of each
-# queue, and of the whole worker.
-COUNTERS: Final = {
-    "claimed": "Messages claimed.",
-    "processed": "Messages acked.",
-    "failed": "Handlers that raised, were cut off or died.",
-    "released": "Messages given back.",
-    "exhausted": "Messages given back that were out of attempts.",
-    "lost": "Leases that ended while this worker held the message.",
-    "stale": "Acks and releases that the store refused.",
-    "late": "Handlers that returned after their message was given back.",
-}
-WORKER_COUNTERS: Final = {
-    "collisions": "Visits that another process forestalled.",
-    "replaced": "Child processes that died or were killed.",
-    "recycled": "Child processes replaced for their messages or their memory.",
-}
-GAUGES: Final = {
-    "in_progress": "Messages that are being worked on.",
-    "prefetched": "Messages that wait for a free slot.",
-    "longest_seconds": "How long the handler has run by now that began first.",
-}
-HISTOGRAMS: Final = {
-    "failed_by_attempt": "Failures, by the number of the attempt.",
-    "lag_seconds": "Age of a message when it was first claimed.",
-    "handler_seconds": "How long handlers took.",
-}
 SECONDS: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1_800.0, 3_600.0),
@@ -65,57 +39,59 @@ PAUSES: Final = QueueSpec(name="worker", filter="", backoff_base_ms=250, backoff
 RECEIPT_QUEUE_CHARS: Final = 21
 # Kinds of handler failures that the log tells apart; later kinds are logged at debug alone.
 MAX_FAILURE_KINDS: Final = 1_000
+_BY_ATTEMPT: Any = msgspec.field(default_factory=partial(Histogram.over, ATTEMPTS))
+_BY_SECONDS: Any = msgspec.field(default_factory=partial(Histogram.over, SECONDS))
 
 
 class QueueWork(msgspec.Struct, kw_only=True):
     """The work on one queue since the start of the worker, and the messages held now.
 
-    ``processed`` were acked, ``failed`` are handlers that raised, were cut off or died, and
-    ``released`` messages that the store took back for any reason, of which ``exhausted`` were out
-    of attempts. ``lost`` are leases that ended while the worker had the message, ``stale`` acks and
-    releases that the store refused, ``late`` handlers that returned after their message was given
-    back. ``longest_seconds``: how long the handler has run by now that began first.
+    The Prometheus page has each field with its text.
     """
 
-    claimed: int = 0
-    processed: int = 0
-    failed: int = 0
-    released: int = 0
-    exhausted: int = 0
-    lost: int = 0
-    stale: int = 0
-    late: int = 0
-    in_progress: int = 0
-    prefetched: int = 0
-    longest_seconds: float = 0.0
-    failed_by_attempt: Histogram = msgspec.field(default_factory=partial(Histogram.over, ATTEMPTS))
-    lag_seconds: Histogram = msgspec.field(default_factory=partial(Histogram.over, SECONDS))
-    handler_seconds: Histogram = msgspec.field(default_factory=partial(Histogram.over, SECONDS))
+    claimed: Annotated[int, "Messages claimed."] = 0
+    processed: Annotated[int, "Messages acked."] = 0
+    failed: Annotated[int, "Handlers that raised, were cut off or died."] = 0
+    released: Annotated[int, "Messages given back."] = 0
+    exhausted: Annotated[int, "Messages given back that were out of attempts."] = 0
+    lost: Annotated[int, "Leases that ended while this worker held the message."] = 0
+    stale: Annotated[int, "Acks and releases that the store refused."] = 0
+    late: Annotated[int, "Handlers that returned after their message was given back."] = 0
+    in_progress: Annotated[int, "Messages that are being worked on."] = 0
+    prefetched: Annotated[int, "Messages that wait for a free slot."] = 0
+    longest_seconds: Annotated[float, "How long the handler has run by now that began first."] = 0.0
+    failed_by_attempt: Annotated[Histogram, "Failures, by the number of the attempt."] = _BY_ATTEMPT
+    lag_seconds: Annotated[Histogram, "Age of a message when it was first claimed."] = _BY_SECONDS
+    handler_seconds: Annotated[Histogram, "How long handlers took."] = _BY_SECONDS
 
     def add_all(self, other: QueueWork) -> None:
         """Count the work on another queue too."""
-        for name in (*COUNTERS, "in_progress", "prefetched"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.longest_seconds = max(self.longest_seconds, other.longest_seconds)
-        for name in HISTOGRAMS:
-            getattr(self, name).add_all(getattr(other, name))
+        for name in QueueWork.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Histogram):
+                mine.add_all(theirs)
+            elif name == "longest_seconds":
+                self.longest_seconds = max(mine, theirs)
+            else:
+                setattr(self, name, mine + theirs)
 
 
 class WorkerStats(QueueWork, kw_only=True):
     """The work of a worker since its start on all queues, and on each of ``queues``.
 
-    ``collisions`` are visits that another process forestalled, ``replaced`` child processes that
-    died or were killed, ``recycled`` ones that had done their messages or took too much memory.
-    ``unsettled`` messages wait for the store's answer. ``troubles`` names the activities that do
-    not work at present.
+    ``troubles`` names the activities that do not work at present.
     """
 
-    collisions: int = 0
-    replaced: int = 0
-    recycled: int = 0
-    unsettled: int = 0
-    troubles: tuple[str, ...] = ()
+    collisions: Annotated[int, "Visits that another process forestalled."] = 0
+    replaced: Annotated[int, "Child processes that died or were killed."] = 0
+    recycled: Annotated[int, "Child processes replaced for their messages or their memory."] = 0
+    unsettled: Annotated[int, "Messages whose end the store has not confirmed yet."] = 0
+    troubles: Annotated[tuple[str, ...], "Activities that do not work."] = ()
     queues: dict[str, QueueWork] = {}
+
+
+# Fields that go down too; the others are counters and histograms.
+GAUGES: Final = {"in_progress", "prefetched", "longest_seconds", "unsettled", "troubles"}
 
 
 class WorkerCounters:
@@ -129,7 +105,8 @@ class WorkerCounters:
         self._on_error = on_error
         self._activities: list[Activity] = []
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(WORKER_COUNTERS, 0)
+        # Counters of the worker as a whole.
+        self._counts: Counter[str] = Counter()
         self._queues = {queue: QueueWork() for queue in queues}
         # By what all receipts of a queue begin with.
         self._by_receipt: dict[str, QueueWork] = {}
@@ -315,22 +292,20 @@ class WorkerCollector:
         from prometheus_client import core  # noqa: PLC0415 - an extra
 
         stats = self._stats()
-        start = "penstock_worker_"
-        for name, text in WORKER_COUNTERS.items():
-            yield core.CounterMetricFamily(start + name, text, getattr(stats, name))
-        text = "Messages whose end the store has not confirmed yet."
-        yield core.GaugeMetricFamily(f"{start}unsettled", text, stats.unsettled)
-        text = "Activities that do not work."
-        yield core.GaugeMetricFamily(f"{start}troubles", text, len(stats.troubles))
-        for kind, texts in (
-            (core.CounterMetricFamily, COUNTERS),
-            (core.GaugeMetricFamily, GAUGES),
-            (core.HistogramMetricFamily, HISTOGRAMS),
-        ):
-            for name, text in texts.items():
-                family: Any = kind(start + name, text, labels=["queue"])
-                for queue, work in stats.queues.items():
-                    found = getattr(work, name)
-                    values = (found.cumulated(), found.sum) if name in HISTOGRAMS else (found,)
-                    family.add_metric([queue], *values)
-                yield family
+        for name, hint in get_type_hints(WorkerStats, include_extras=True).items():
+            if name == "queues":
+                continue
+            by_queue = name in QueueWork.__struct_fields__
+            kind: Any = core.GaugeMetricFamily if name in GAUGES else core.CounterMetricFamily
+            if isinstance(getattr(stats, name), Histogram):
+                kind = core.HistogramMetricFamily
+            labels = ["queue"] if by_queue else []
+            family = kind(f"penstock_worker_{name}", hint.__metadata__[0], labels=labels)
+            for queue, work in stats.queues.items() if by_queue else [("", stats)]:
+                found = getattr(work, name)
+                if isinstance(found, Histogram):
+                    family.add_metric([queue], found.cumulated(), found.sum)
+                else:
+                    count = len(found) if isinstance(found, tuple) else found
+                    family.add_metric([queue] if by_queue else [], count)
+            yield family
