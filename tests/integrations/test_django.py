@@ -273,7 +273,7 @@ def test_a_task_runs_again_after_the_lease_of_a_killed_worker(tasks: Any, tmp_pa
     with options(prefix="again-", queue=again):
         result = tasks.attempt.enqueue(str(path), 1)
         with working() as first:
-            wait_until(path.exists)
+            wait_until(lambda: path.exists() and path.read_text())
             assert tasks.attempt.get_result(result.id).status == "RUNNING"
             first.kill()
             first.wait()
