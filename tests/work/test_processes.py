@@ -37,7 +37,7 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 
 def pids(worker: Worker) -> list[int]:
     assert isinstance(worker._pool, ProcessPool)
-    return worker._pool.pids
+    return [child.process.pid or 0 for child in worker._pool._children]
 
 
 def test_what_becomes_of_messages_and_of_children_that_die(broker: Broker, tmp_path: Path) -> None:

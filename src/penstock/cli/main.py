@@ -143,10 +143,6 @@ EXAMPLES: Final = {
 }
 
 
-class _Unanswered(click.ClickException):
-    exit_code = 3
-
-
 class LazyGroup(click.Group):
     """A group whose commands are looked up in :data:`COMMANDS` when they are needed."""
 
@@ -161,11 +157,8 @@ class LazyGroup(click.Group):
         module = importlib.import_module(f"penstock.cli.{COMMANDS[cmd_name][0]}")
         found = (each for each in vars(module).values() if isinstance(each, click.Command))
         command = next(each for each in found if each.name == cmd_name)
-        inner = getattr(command, "commands", {})
-        for words, each in {
-            cmd_name: command,
-            **{f"{cmd_name} {n}": c for n, c in inner.items()},
-        }.items():
+        inner = getattr(command, "commands", {}).items()
+        for words, each in [(cmd_name, command), *((f"{cmd_name} {n}", c) for n, c in inner)]:
             if words in EXAMPLES:
                 each.epilog = f"\b\nExample:\n  {EXAMPLES[words]}"
         return command
@@ -183,9 +176,21 @@ class LazyGroup(click.Group):
         """Run a command; an error of Penstock is one line on stderr and exit code 1, or 3."""
         try:
             return super().invoke(ctx)
-        except PenstockError as error:
-            kind = _Unanswered if isinstance(error, ServerUnreachable) else click.ClickException
-            raise kind(" ".join(str(error).split())) from error
+        except Exception as error:
+            ours = _error_of_penstock(error)
+            if ours is None:
+                raise
+            click.echo(f"Error: {' '.join(str(ours).split())}", err=True)
+            ctx.exit(3 if isinstance(ours, ServerUnreachable) else 1)
+
+
+def _error_of_penstock(error: Exception) -> PenstockError | None:
+    """Return an error if it is one of Penstock, or one of Penstock that went through Spark."""
+    if type(error).__module__.startswith(("pyspark.", "py4j.")):
+        from penstock.spark.sessions import revived  # noqa: PLC0415 - Spark is loaded by now
+
+        return revived(error)
+    return error if isinstance(error, PenstockError) else None
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

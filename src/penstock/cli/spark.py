@@ -12,7 +12,6 @@ import click
 
 from penstock.cli import common
 from penstock.cli.common import Command, duration, given_files, is_server, tls_options
-from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -22,28 +21,7 @@ if TYPE_CHECKING:
 Job: TypeAlias = Callable[..., Any]
 
 
-class _Pipeline(click.Group):
-    """A group whose commands raise the error of Penstock that went through Spark."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an error of Penstock is then one line, as everywhere."""
-        try:
-            return super().invoke(ctx)
-        except (click.exceptions.Exit, click.ClickException, click.Abort, PenstockError):
-            raise
-        except Exception as error:
-            # Only Spark's errors are asked, and only where Spark was loaded.
-            if not type(error).__module__.startswith(("pyspark.", "py4j.")):
-                raise
-            from penstock.spark.sessions import revived  # noqa: PLC0415
-
-            ours = revived(error)
-            if ours is None:
-                raise
-            raise ours from error
-
-
-@click.group("pipeline", cls=_Pipeline)
+@click.group("pipeline")
 def pipeline() -> None:
     """Work on a broker with Spark; needs penstock[spark] and Java."""
 

@@ -204,10 +204,6 @@ def check(ctx: click.Context, store: str, *, repair: bool) -> None:
     ctx.exit(0 if report.ok else 1)
 
 
-class _SalvageFailed(click.ClickException):
-    exit_code = 2
-
-
 @click.command("salvage")
 @click.argument("store")
 @click.argument("target")
@@ -232,7 +228,8 @@ def salvage_command(ctx: click.Context, store: str, target: str, *, drop_after: 
         with common.progress_bar("salvaging") as progress:
             report = salvage(store, target, drop_after=drop_after, progress=progress)
     except PenstockError as error:
-        raise _SalvageFailed(" ".join(str(error).split())) from error
+        click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        ctx.exit(2)
     finally:
         store_log.setLevel(level)
     if common.wants_json():

@@ -414,12 +414,6 @@ class ProcessPool(Pool):
         super().join(LEAVE_MS)
         atexit.unregister(self.cut)
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the children."""
-        with self._lock:
-            return sorted(child.process.pid or 0 for child in self._children)
-
     def _run(self) -> None:
         child = self._new_child(has_slot=False)
         while child is not None and (task := self._state.take()) is not None:
