@@ -58,11 +58,12 @@ MAX_RELEASES: Final = 10
 LAST_PAUSE_MS: Final = 250
 
 
-class Claimer:
+class Claimer(threading.Thread):
     """The thread that claims from one queue."""
 
     def __init__(self, broker: Broker, queue: str, state: WorkerState, *, fifo: bool) -> None:
         """Read the queue's settings; a FIFO queue is refused without ``fifo``."""
+        super().__init__(name=f"penstock-claimer-{queue}", daemon=True)
         self._broker = broker
         self._queue = queue
         self._state = state
@@ -75,21 +76,11 @@ class Claimer:
         self._old_collisions = self._collisions()
         # Whether its last claim has been answered.
         self.ended = False
-        self._thread = threading.Thread(
-            target=self._run, name=f"penstock-claimer-{queue}", daemon=True
-        )
         self._read_settings_at: float | None = None
         self._read_settings()
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def join(self, within_ms: int | None) -> None:
-        """Wait until the last claim has been answered."""
-        self._thread.join(None if within_ms is None else within_ms / 1000)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Claim until the worker is closing; its last claim is answered when the thread ends."""
         while room := self._state.wait_for_room(self._queue):
             began = self._clock.seconds()
             try:
@@ -146,11 +137,12 @@ class Claimer:
         self._read_settings_at = self._clock.seconds() + READ_SETTINGS_MS / 1000
 
 
-class Ticker:
+class Ticker(threading.Thread):
     """A thread that calls ``tick``, sleeps until the next call is due, and calls it again."""
 
     def __init__(self, name: str, tick: Callable[[], int | None], clock: Clock) -> None:
         """``tick`` returns in how many ms it is due again; None: only after :meth:`wake`."""
+        super().__init__(name=name, daemon=True)
         self._tick = tick
         self._clock = clock
         self._wake = threading.Condition()
@@ -158,11 +150,6 @@ class Ticker:
         self._stopped = False
         # Whether the last tick has seen nothing that comes due, or a tick is under way.
         self._idle = True
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def wake(self) -> None:
         """Call ``tick`` now: something may be due earlier than it said."""
@@ -179,10 +166,11 @@ class Ticker:
         """End after the call that is under way, if one is; ``join`` waits for that."""
         self._stopped = True
         self.wake()
-        if join and self._thread.is_alive():
-            self._thread.join()
+        if join and self.is_alive():
+            self.join()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Call ``tick`` until :meth:`stop`."""
         while True:
             with self._wake:
                 # Both under the lock: a stop must not lose its wake to this.

@@ -67,7 +67,8 @@ class Subscriber(Claimer):
     FIFO queues it claims from; others too, for good, once it has met a server that does not push.
     """
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Give credit until the worker is closing, and then end the subscription."""
         client = cast("Client", self._broker)
         call = client.transport.loop.call_soon_threadsafe
         pushes: _Pushes | None = None
@@ -102,7 +103,7 @@ class Subscriber(Claimer):
         if pushes is not None and not client.closed:
             call(pushes.stop)
             pushes.over.wait(CLOSE_SECONDS)
-        super()._run()
+        super().run()
 
     def _pause(self, error: BaseException) -> None:
         failure = error if isinstance(error, Exception) else RuntimeError(repr(error))

@@ -247,8 +247,15 @@ class Worker:
             self._broker = cast("Broker", broker)
             self._make_parts(self._broker)
             self._started = True
-            self._start_parts()
+            for start in (self._heartbeat.start, self._settler.start, self._pool.start):
+                start()
+            for claimer in self._claimers:
+                claimer.start()
         except BaseException:
+            if self._started:
+                # Such as no more threads: those that have begun are to end.
+                self._state.close()
+                self._state.end()
             self._close()
             self._ended.set()
             raise
@@ -287,18 +294,6 @@ class Worker:
         self._claimers = [
             make_claimer(broker, queue, self._state, fifo=fifo) for queue in self._queues
         ]
-
-    def _start_parts(self) -> None:
-        try:
-            for start in (self._heartbeat.start, self._settler.start, self._pool.start):
-                start()
-            for claimer in self._claimers:
-                claimer.start()
-        except BaseException:
-            # Such as no more threads: those that have begun are to end.
-            self._state.close()
-            self._state.end()
-            raise
 
     def _close(self) -> None:
         """Close a store of its own."""
@@ -377,7 +372,7 @@ class Worker:
         self._note_ready()
         # A claim that is under way would take again the messages that are given back.
         for claimer in self._claimers:
-            claimer.join(None if settle else CUT_MS)
+            claimer.join(None if settle else CUT_MS / 1000)
         self._state.give_back()
         if not self._state.idle and self._pool.cut():
             self._state.wait_for_idle(CUT_MS)
