@@ -10,7 +10,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,7 +30,6 @@ from penstock.clock import SystemClock
 from penstock.errors import NotAllowed, PenstockError
 from penstock.limits import MAX_CLAIM_LIMIT, MAX_CONCURRENCY, MAX_PAYLOAD_BYTES
 from penstock.model import Message
-from penstock.server.config import LISTENERS, OFF, Config, parse_address
 from penstock.server.security import is_loopback
 from penstock.store.sql.location import without_password
 
@@ -87,7 +85,7 @@ def doctor(ctx: click.Context, needs: tuple[str, ...], store: str) -> None:
 
     Ends with 1 if something that was asked for, by --need or --url, is missing.
     """
-    findings = [*_machine(), *_extras(needs), *_java(needed="spark" in needs), *_ports()]
+    findings = [*_machine(), *_extras(needs), *_java(needed="spark" in needs)]
     if url := store or common.client_settings().url:
         findings += _url(url)
     common.show(findings, ("what", "state", "found=text", "how to get it=hint"), empty="")
@@ -139,21 +137,6 @@ def _java(*, needed: bool) -> Iterator[Finding]:
     text = f"{version}, {java}" if version else f"none (JAVA_HOME is {home or 'not set'})"
     hint = f"Spark needs Java {OLDEST_JAVA} or newer: apt install openjdk-21-jre-headless"
     yield _found("Java", text, hint, fine=version >= OLDEST_JAVA, needed=needed)
-
-
-def _ports() -> Iterator[Finding]:
-    for name in LISTENERS:
-        address = getattr(Config(), f"listen_{name}")
-        if address == OFF:
-            continue
-        with socket.socket() as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                trial.bind(parse_address(address))
-                yield Finding(f"port for {name}", "ok", f"{address} is free")
-            except OSError as error:
-                hint = "a server may be running; 'penstock up' takes a free port"
-                yield Finding(f"port for {name}", "note", f"{address}: {error.strerror}", hint)
 
 
 def _url(url: str) -> Iterator[Finding]:
