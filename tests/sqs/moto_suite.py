@@ -7,7 +7,6 @@ the moto that is installed is fetched once, into a cache outside of the reposito
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ import sys
 import tarfile
 import tomllib
 from collections import Counter
+from collections.abc import Coroutine
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -26,7 +26,6 @@ from tests.sqs.serving import serving
 
 from penstock.server.http import Answering, Handler, Request, Response
 from penstock.server.sqs import SqsOptions
-from penstock.server.steps import Steps
 
 ACCOUNT = "123456789012"
 EXPECTED = Path(__file__).with_name("moto_expected.toml")
@@ -78,9 +77,7 @@ def _for_the_suite(handle: Handler) -> Handler:
     async def ask(operation: str, **fields: str) -> dict[str, Any]:
         target = {"x-amz-target": f"AmazonSQS.{operation}"}
         request = Request("POST", "/", "", target, json.dumps(fields).encode(), "")
-        done = asyncio.get_running_loop().create_future()
-        cast(Steps[Response], handle(request)).on_end = lambda answer, _: done.set_result(answer)
-        answer = await done
+        answer = await cast(Coroutine[Any, Any, Response], handle(request))
         assert answer.status == 200, answer.body
         return cast(dict[str, Any], json.loads(answer.body))
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from functools import lru_cache, partial
 from http import HTTPStatus
 from math import inf
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
 from penstock import limits
-from penstock.server.steps import Steps
+from penstock.server.steps import Steps, begin
 
 if TYPE_CHECKING:
     from penstock.server.connections import Slot
@@ -103,7 +103,8 @@ class Response(msgspec.Struct):
 
 
 _FAILED: Final = Response(500, b"internal error\n")
-Answering: TypeAlias = Response | Awaitable[Response] | Steps[Response]
+# A coroutine runs without a task: see penstock.server.steps.
+Answering: TypeAlias = Response | Coroutine[Any, Any, Response]
 Handler: TypeAlias = Callable[[Request], Answering]
 
 
@@ -432,59 +433,39 @@ class HttpConnection(asyncio.Protocol):
             self.deadline = inf
             request.left = self._close_after
             try:
-                result = self._http.handle(request)
+                answering = self._http.handle(request)
+                result = answering if isinstance(answering, Response) else begin(answering)
             except Exception:
                 log.exception("a handler failed for %s %s", request.method, request.path[:100])
                 result = _FAILED
             if isinstance(result, Response):
                 self._answer(request, result)
-                continue
-            self._asked = request
-            self.deadline = request.due
-            if isinstance(result, Steps):
-                result.on_end = self._end_steps
-                self._answering = result
             else:
-                self._answering = self._loop.create_task(self._serve(result, request))
+                self._asked = request
+                self.deadline = request.due
+                result.on_end = self._end
+                self._answering = result
         if self._refusal is not None and self._answering is None and not self._pending:
             self._refuse(*self._refusal)
 
-    async def _serve(self, result: Awaitable[Response], request: Request) -> None:
-        try:
-            response = await result
-        except asyncio.CancelledError:
-            self.abort()
-            raise
-        except Exception:
-            log.exception("a handler failed for %s %s", request.method, request.path[:100])
-            response = _FAILED
-        if response.stream is not None:
-            await self._send_stream(request, response, response.stream)
-        else:
-            self._end(request, response)
-
-    def _end_steps(self, response: Response | None, error: BaseException | None) -> None:
+    def _end(self, response: Response | None, error: BaseException | None) -> None:
+        """Answer the request at work, and go on."""
         request = self._asked
         assert request is not None, "it is there until its answer is"
+        self._answering = self._asked = None
         if isinstance(error, asyncio.CancelledError):
-            self._answering = self._asked = None
             self.abort()
             return
         if error is not None:
             what = request.method, request.path[:100]
             log.error("a handler failed for %s %s", *what, exc_info=error)
-        self._end(request, response or _FAILED)
-
-    def _end(self, request: Request, response: Response) -> None:
-        self._answering = self._asked = None
-        self._answer(request, response)
+        self._answer(request, response or _FAILED)
         self._go_on()
 
     async def _send_stream(
         self, request: Request, response: Response, stream: AsyncGenerator[bytes, None]
     ) -> None:
         """Send the parts of a stream as they come, until it ends or the connection does."""
-        self._streaming = True
         self._write(response, request, last=True)
         self._held(-request.size)
         async with aclosing(stream):
@@ -498,6 +479,11 @@ class HttpConnection(asyncio.Protocol):
         self._transport.close()
 
     def _answer(self, request: Request, response: Response) -> None:
+        if response.stream is not None:
+            self._asked, request.due, self._streaming = request, inf, True
+            sending = self._send_stream(request, response, response.stream)
+            self._answering = self._loop.create_task(sending)
+            return
         if not self._transport.is_closing():
             # A client that has closed its side still gets the answers to its requests.
             stop = self._http.stopping or (self._close_after and not self._pending)

@@ -21,6 +21,7 @@ import msgspec
 
 import penstock
 from penstock import errors, limits
+from penstock.clock import loop_seconds
 from penstock.server.audit import Actor, audited
 from penstock.server.console import messages, overview, queues, shown, visits
 from penstock.server.console.figures import Figures
@@ -199,8 +200,13 @@ class Console:
             await asyncio.shield(self._compile())
             route, visit.names = found
             operation = route.page.__name__
-            async with asyncio.timeout(limits.CONSOLE_MAX_ANSWER_MS / 1000):
-                return await self._page(route, visit, session)
+            request.due = loop_seconds() + limits.CONSOLE_MAX_ANSWER_MS / 1000
+            return await self._page(route, visit, session)
+        except asyncio.CancelledError:
+            if not request.late:
+                raise
+            outcome = TimeoutError.__name__
+            return self._failed(TimeoutError(), visit)
         except Exception as error:
             outcome = type(error).__name__
             return self._failed(error, visit)

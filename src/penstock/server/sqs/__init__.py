@@ -1,8 +1,7 @@
 """SQS over HTTP: the 23 operations, on a batcher.
 
 Here requests come in: which protocol, whose key, which operation, and the name of a failure.
-``messages`` and ``queues`` are the operations, ``context`` is what they share. The wire is in
-:mod:`penstock.wire.sqs`.
+``messages`` and ``queues`` are the operations. The wire is in :mod:`penstock.wire.sqs`.
 """
 
 from __future__ import annotations
@@ -11,31 +10,17 @@ import asyncio
 import logging
 from functools import lru_cache, partial
 from math import inf
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
 
 from penstock import limits
 from penstock.clock import loop_seconds
-from penstock.errors import (
-    BrokerClosed,
-    InvalidInput,
-    InvalidReceipt,
-    LimitReached,
-    NotAllowed,
-    QueueExists,
-    QueueNotFound,
-    StorageFailed,
-)
+from penstock.errors import LimitReached, QueueNotFound
+from penstock.server.audit import Actor, audited
 from penstock.server.http import Response
 from penstock.server.security import ANYONE, Principal
 from penstock.server.sqs import messages, queues
-from penstock.server.sqs.context import (
-    QueueCache,
-    ReceiveAttempts,
-    SqsCall,
-    SqsOptions,
-    limit_fault,
-)
-from penstock.server.steps import Steps, begin
 from penstock.wire.sqs import protocol, signature
 from penstock.wire.sqs import queues as wire
 from penstock.wire.sqs.protocol import SqsFault
@@ -43,28 +28,32 @@ from penstock.wire.sqs.protocol import SqsFault
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from penstock.broker.broker import Broker
     from penstock.clock import Clock
+    from penstock.model import QueueSpec
     from penstock.server.batcher import Batcher
-    from penstock.server.http import Request
+    from penstock.server.http import Answering, Request
     from penstock.server.keys import Keys
     from penstock.server.metrics import Metrics
-    from penstock.server.sqs.context import Answer
     from penstock.wire.sqs.protocol import SqsRequest
-
-__all__ = ["SqsOptions", "SqsService"]
+    from penstock.wire.sqs.queues import QueueView
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Answer: TypeAlias = dict[str, Any]
 Operation: TypeAlias = "Callable[[SqsCall, SqsRequest], Awaitable[Answer]]"
 
 OPERATIONS: Final[dict[str, Operation]] = {
     "AddPermission": partial(queues.relabel, wire.with_permission),
     "CancelMessageMoveTask": queues.cancel_move,
-    "ChangeMessageVisibility": messages.change_visibility,
-    "ChangeMessageVisibilityBatch": messages.change_visibility_batch,
+    "ChangeMessageVisibility": partial(messages.settle, messages.change_visibility),
+    "ChangeMessageVisibilityBatch": partial(
+        messages.settle_batch, messages.change_visibility, "ChangeMessageVisibilityBatch"
+    ),
     "CreateQueue": queues.create,
-    "DeleteMessage": messages.delete,
-    "DeleteMessageBatch": messages.delete_batch,
+    "DeleteMessage": partial(messages.settle, messages.delete),
+    "DeleteMessageBatch": partial(messages.settle_batch, messages.delete, "DeleteMessageBatch"),
     "DeleteQueue": queues.delete,
     "GetQueueAttributes": queues.get_attributes,
     "GetQueueUrl": queues.get_url,
@@ -95,18 +84,125 @@ _ANSWER_SECONDS: Final = {
     "PurgeQueue": inf,
 }
 _XML, _JSON = protocol.QUERY_CONTENT, protocol.JSON_CONTENT
-# Error of the broker: code, text and status of the fault. The first that fits counts.
-_FAULTS: Final = (
-    (QueueNotFound, "QueueDoesNotExist", "The specified queue does not exist.", 400),
-    (NotAllowed, "AccessDeniedException", "{}", 403),
-    (InvalidReceipt, "ReceiptHandleIsInvalid", "The input receipt handle is invalid.", 400),
-    (QueueExists, "QueueNameExists", "{}", 400),
-    (InvalidInput, "InvalidParameterValueException", "{}", 400),
-    (BrokerClosed, "ServiceUnavailable", "The server is stopping.", 503),
-    # The runner logs a store that can't be used, once.
-    (StorageFailed, "ServiceUnavailable", "The store failed: {}.", 503),
-)
+# For how long settings count as fresh that another protocol may have changed.
+_FRESH_S: Final = 1.0
 _signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
+
+
+class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the service is set up.
+
+    ``url`` is what queue URLs begin with; without it, the address that the request came to.
+    ``done_retention_ms`` is how long queues that are made here remember deleted messages.
+    """
+
+    account: str = "000000000000"
+    region: str = "us-east-1"
+    url: str = ""
+    done_retention_ms: int = 3_600_000
+
+
+class SqsCall(NamedTuple):
+    """One request: its principal, and the HTTP request."""
+
+    sqs: SqsService
+    principal: Principal
+    http: Request
+
+    @property
+    def actor(self) -> Actor:
+        """The sender of the request, for the audit log."""
+        return Actor("sqs", self.principal.key_id, self.http.peer)
+
+    def change(self, work: Callable[[Broker], T], *, long: bool = False) -> asyncio.Future[T]:
+        """Do something with the broker that the audit log is to know of."""
+        batcher = self.sqs.batcher
+        return batcher.call(audited(batcher.audit, self.actor, work), long=long)
+
+    def queue_of(self, request: SqsRequest, *actions: str) -> str:
+        """Return the name of a request's queue, on which one of the actions must be allowed."""
+        # Clients of the query protocol post to the queue's own address.
+        url = request.queue_url or (self.http.path if len(self.http.path) > 1 else "")
+        if not url:
+            raise SqsFault.missing("QueueUrl")
+        name = url.rstrip("/").rpartition("/")[2]
+        if self.principal is not ANYONE:
+            self.principal.check_any(actions, name)
+        return name
+
+    def view_of(self, request: SqsRequest, action: str) -> Awaitable[QueueView]:
+        """Return the settings of a request's queue, on which the action must be allowed."""
+        return self.sqs.queues.view(self.queue_of(request, action))
+
+    def url_of(self, name: str) -> str:
+        """Return the URL of a queue; without a setting, at the address that the request came to."""
+        options, http = self.sqs.options, self.http
+        base = options.url
+        if not base:
+            scheme = "https" if http.secure else "http"
+            base = f"{scheme}://{http.headers.get('host', 'localhost')}"
+        return f"{base}/{options.account}/{name}"
+
+
+class QueueCache:
+    """The settings of the queues, so that requests need not ask the broker for them.
+
+    The broker says whether a queue is there when a message goes in or out. Settings may be a second
+    old if another protocol changed them.
+    """
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+        self._loop = asyncio.get_running_loop()
+        self._views: dict[str, QueueView] = {}
+        self._read_at = float("-inf")
+        self._reading: asyncio.Task[list[QueueSpec]] | None = None
+
+    async def view(self, name: str) -> QueueView:
+        """Return the settings of a queue; those that are not fresh are read again meanwhile."""
+        if self._loop.time() - self._read_at > _FRESH_S:
+            self._start_reading()
+        if name not in self._views:
+            await self.specs()
+        if name not in self._views:
+            raise QueueNotFound(name)
+        return self._views[name]
+
+    async def specs(self) -> dict[str, QueueSpec]:
+        """Return the specs of all queues as they are now, in the order of their names."""
+        specs = await asyncio.shield(self._start_reading())
+        return {spec.name: spec for spec in specs}
+
+    async def spec(self, name: str) -> QueueSpec:
+        """Return the spec of a queue as it is now."""
+        specs = await self.specs()
+        if name not in specs:
+            raise QueueNotFound(name)
+        return specs[name]
+
+    def changed(self, name: str, spec: QueueSpec | None) -> None:
+        """Take note of a queue that was made or changed; None: that was removed."""
+        self._views.pop(name, None)
+        if spec is not None:
+            self._views[name] = wire.view_of(spec)
+        # A read that began before the change must not bring back the old settings.
+        self._reading = None
+        self._read_at = float("-inf")
+
+    def _start_reading(self) -> asyncio.Task[list[QueueSpec]]:
+        if self._reading is None or self._reading.done():
+            self._reading = self._loop.create_task(self._read())
+            # A caller that waits gets the error; otherwise the next request tries again.
+            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._reading
+
+    async def _read(self) -> list[QueueSpec]:
+        me = asyncio.current_task()
+        specs = await self._batcher.call(lambda broker: broker.queues())
+        if self._reading is me:
+            self._views = {spec.name: wire.view_of(spec) for spec in specs}
+            self._read_at = self._loop.time()
+        return specs
 
 
 class SqsService:
@@ -126,11 +222,11 @@ class SqsService:
         self.options = options or SqsOptions()
         self.store_id = int(batcher.broker.info().store_id, 16)
         self.queues = QueueCache(batcher)
-        self.attempts = ReceiveAttempts()
+        self.attempts = messages.ReceiveAttempts()
         # Queues are changed one at a time: each change reads a spec and writes the new one.
         self.turn = asyncio.Lock()
-        self.purging: set[str] = set()
-        self.purged_at_ms: dict[str, int] = {}
+        # When each queue was purged; infinite while it is being purged.
+        self.purged_at_ms: dict[str, float] = {}
         # By handle, the oldest first.
         self.moves: dict[str, queues.MoveTask] = {}
         self._keys = keys
@@ -151,11 +247,11 @@ class SqsService:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def handle(self, request: Request) -> Response | Steps[Response]:
+    def handle(self, request: Request) -> Answering:
         """Answer a request, whatever it is."""
         if request.method in {"GET", "HEAD"} and "Action=" not in request.query:
             return _NO_PAGE
-        return begin(self._handle(request))
+        return self._handle(request)
 
     async def _handle(self, request: Request) -> Response:
         self._requests += 1
@@ -255,36 +351,20 @@ class SqsService:
 
 def _fields(request: Request) -> dict[str, str]:
     """Read the form fields of a query request: of its body, and of its address."""
-    text = request.query
-    if request.method == "POST" and request.body:
-        try:
-            body = request.body.decode("ascii")
-        except UnicodeDecodeError:
-            raise SqsFault("SerializationException", "The form fields can't be read.") from None
-        text = f"{body}&{text}" if text else body
-    return protocol.query_fields(text)
-
-
-def _fault_of(error: Exception, operation: str) -> SqsFault:
-    """Make an error of the broker one of SQS."""
-    if isinstance(error, SqsFault):
-        return error
-    limit = limit_fault(error)
-    if limit is not None:
-        return limit
-    for kind, code, text, status in _FAULTS:
-        if isinstance(error, kind):
-            return SqsFault(code, text.format(error), status=status)
-    log.error("%s failed", operation, exc_info=error)
-    text = "The request failed because of an error of the server."
-    return SqsFault("InternalFailure", text, status=500)
+    try:
+        body = request.body.decode("ascii") if request.method == "POST" else ""
+    except UnicodeDecodeError:
+        raise SqsFault("SerializationException", "The form fields can't be read.") from None
+    return protocol.query_fields(f"{body}&{request.query}")
 
 
 def _refused(
     error: Exception, operation: str, request_id: str, *, xml: bool
 ) -> tuple[str, Response]:
     """Return the outcome's name, and the answer."""
-    fault = _fault_of(error, operation)
+    fault = protocol.fault_of(error)
+    if fault.code == "InternalFailure":
+        log.error("%s failed", operation, exc_info=error)
     headers: tuple[tuple[str, str], ...] = (("x-amzn-RequestId", request_id),)
     if isinstance(error, LimitReached) and error.retry_after_ms is not None:
         headers += (("Retry-After", str(-(-error.retry_after_ms // 1_000))),)

@@ -11,31 +11,30 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from penstock import limits
 from penstock.errors import InvalidInput, LimitReached, PenstockError
 from penstock.model import AttemptEnd, Message
-from penstock.server.sqs.context import (
-    Answer,
+from penstock.server.waiting import ClaimWait
+from penstock.wire.sqs import messages
+from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
+from penstock.wire.sqs.protocol import (
+    AttributeValue,
+    SqsFault,
     check_entries,
     check_range,
     check_token,
     failed_entry,
-    limit_fault,
+    fault_of,
 )
-from penstock.server.waiting import ClaimWait
-from penstock.wire.sqs import messages
-from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
-from penstock.wire.sqs.protocol import AttributeValue, SqsFault
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
     from penstock.broker.broker import Broker
     from penstock.model import Delivery
-    from penstock.server.sqs import SqsService
-    from penstock.server.sqs.context import SqsCall
+    from penstock.server.sqs import Answer, SqsCall, SqsService
     from penstock.wire.sqs.messages import Kept
     from penstock.wire.sqs.protocol import SqsEntry, SqsRequest
     from penstock.wire.sqs.queues import QueueView
@@ -51,6 +50,8 @@ _SYSTEM: Final = (
 )
 # A claim that is given back at once; long enough for that to reach the disk.
 _NO_LEASE_MS: Final = 10_000
+# The assumed size of a message beside its payload and attributes.
+_MESSAGE_BYTES: Final = 1_024
 
 
 # --- send -----------------------------------------------------------------------------------------
@@ -93,11 +94,7 @@ async def send_batch(call: SqsCall, request: SqsRequest) -> Answer:
         )
     batch = [message for _, message, _ in prepared]
     call.principal.spend_rate(batch)
-    outcomes = await _each(
-        batch,
-        lambda batch: call.sqs.batcher.publish(batch, queue=view.name),
-        lambda _, error: limit_fault(error) or SqsFault.invalid(str(error)),
-    )
+    outcomes = await _each(batch, partial(call.sqs.batcher.publish, queue=view.name))
     successful = []
     for (entry, _, answer), outcome in zip(prepared, outcomes, strict=True):
         if isinstance(outcome, SqsFault):
@@ -108,24 +105,17 @@ async def send_batch(call: SqsCall, request: SqsRequest) -> Answer:
 
 
 async def _each(
-    items: list[Item],
-    verb: Callable[[list[Item]], Awaitable[list[Result]]],
-    fault_of: Callable[[Item, Exception], SqsFault],
+    items: list[Item], verb: Callable[[list[Item]], Awaitable[list[Result]]]
 ) -> list[Result | SqsFault]:
     """Do all of them at once, or, if the broker refuses one, one by one."""
     if not items:
         return []
     try:
         return list(await verb(items))
-    except (InvalidInput, LimitReached):
-        pass
-    results: list[Result | SqsFault] = []
-    for item in items:
-        try:
-            results += await verb([item])
-        except (InvalidInput, LimitReached) as error:
-            results.append(fault_of(item, error))
-    return results
+    except (InvalidInput, LimitReached) as error:
+        if len(items) == 1:
+            return [fault_of(error)]
+    return [result for item in items for result in await _each([item], verb)]
 
 
 def _prepare(call: SqsCall, view: QueueView, entry: SqsEntry) -> tuple[Message, Answer, int]:
@@ -246,6 +236,58 @@ def check_visibility(seconds: int) -> int:
     return check_range(seconds, "VisibilityTimeout", 0, high, reason)
 
 
+class _Attempt(NamedTuple):
+    at_ms: int
+    size: int
+    deliveries: list[Delivery]
+
+
+class ReceiveAttempts:
+    """The deliveries of receives by ReceiveRequestAttemptId, since a client may ask again.
+
+    Bounded in number, bytes and time: the oldest go first, and asked again they are new receives.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], _Attempt] = {}
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, queue: str, attempt: str, now_ms: int) -> list[Delivery]:
+        """Return the deliveries of an attempt, if it is remembered."""
+        kept = self._kept.get((queue, attempt))
+        if kept is None or now_ms - kept.at_ms > limits.SQS_RECEIVE_ATTEMPT_MS:
+            return []
+        return kept.deliveries
+
+    def remember(self, queue: str, attempt: str, deliveries: list[Delivery], now_ms: int) -> None:
+        """Keep the deliveries of an attempt."""
+        self._drop((queue, attempt))
+        size = sum(_size_of(each) for each in deliveries)
+        self._kept[queue, attempt] = _Attempt(now_ms, size, deliveries)
+        self.bytes += size
+        while self._kept:
+            oldest = next(iter(self._kept))
+            if (
+                now_ms - self._kept[oldest].at_ms <= limits.SQS_RECEIVE_ATTEMPT_MS
+                and len(self._kept) <= limits.SQS_MAX_RECEIVE_ATTEMPTS
+                and self.bytes <= limits.SQS_MAX_RECEIVE_ATTEMPT_BYTES
+            ):
+                break
+            self._drop(oldest)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        kept = self._kept.pop(key, None)
+        self.bytes -= 0 if kept is None else kept.size
+
+
+def _size_of(delivery: Delivery) -> int:
+    named = sum(len(name) + len(str(value)) for name, value in delivery.attributes.items())
+    return _MESSAGE_BYTES + len(delivery.payload) + named
+
+
 async def receive(call: SqsCall, request: SqsRequest) -> Answer:
     """Claim messages, for the visibility timeout."""
     view = await call.view_of(request, "consume")
@@ -259,13 +301,11 @@ async def receive(call: SqsCall, request: SqsRequest) -> Answer:
     try:
         if not deliveries and not call.http.left:
             deliveries = claimed = await _claim(call, name, limit, lease_ms, wait_s * 1000)
-            if attempt and claimed:
-                call.sqs.attempts.remember(name, attempt, claimed, call.sqs.clock.now_ms())
         first_ms: dict[int, int] = {}
         if "ApproximateFirstReceiveTimestamp" in system:
             first_ms = await _first_receives(call.sqs, deliveries, lease_ms if claimed else None)
         if call.http.left:
-            _give_back(call.sqs, claimed)
+            call.sqs.batcher.take_back([each.receipt for each in claimed])
             return {}
         if not visibility_s and claimed:
             await call.sqs.batcher.release(
@@ -275,10 +315,12 @@ async def receive(call: SqsCall, request: SqsRequest) -> Answer:
             )
     except BaseException:
         # The client has gone or gets an error: in both cases it gets no message.
-        _give_back(call.sqs, claimed)
+        call.sqs.batcher.take_back([each.receipt for each in claimed])
         raise
     if not deliveries:
         return {}
+    if attempt and claimed:
+        call.sqs.attempts.remember(name, attempt, claimed, call.sqs.clock.now_ms())
     wanted = request.message_attribute_names or ()
     return {
         "Messages": [
@@ -316,13 +358,6 @@ async def _again(sqs: SqsService, name: str, attempt: str, lease_ms: int) -> lis
         return []
     outcomes = await sqs.batcher.extend([each.receipt for each in deliveries], lease_ms=lease_ms)
     return [each for each, held in zip(deliveries, outcomes, strict=True) if held]
-
-
-def _give_back(sqs: SqsService, deliveries: list[Delivery]) -> None:
-    """Give back messages whose client went away before it got its answer."""
-    for each in deliveries:
-        sqs.attempts.forget(each.receipt)
-    sqs.batcher.take_back([each.receipt for each in deliveries])
 
 
 def _checked(view: QueueView, request: SqsRequest) -> tuple[int, int, int]:
@@ -433,96 +468,16 @@ def _system_attributes(
 # --- delete, and change the visibility ------------------------------------------------------------
 
 
-async def delete(call: SqsCall, request: SqsRequest) -> Answer:
-    """Settle a message as done."""
+async def settle(
+    verb: Callable[[SqsService, QueueView, list[SqsEntry]], Awaitable[list[SqsFault | None]]],
+    call: SqsCall,
+    request: SqsRequest,
+) -> Answer:
+    """Delete a message or change its visibility, by its receipt handle."""
     view = await call.view_of(request, "consume")
     if not request.receipt_handle:
         raise SqsFault.missing("ReceiptHandle")
-    return _answer(await _delete(call.sqs, view, [request.receipt_handle]))
-
-
-async def delete_batch(call: SqsCall, request: SqsRequest) -> Answer:
-    """Settle several messages as done."""
-    view = await call.view_of(request, "consume")
-    entries = check_entries(request, "DeleteMessageBatch")
-    handles = [entry.receipt_handle or "" for entry in entries]
-    faults = await _each(handles, partial(_delete, call.sqs, view), _bad_handle)
-    return _batch_answer(entries, faults)
-
-
-async def _delete(sqs: SqsService, view: QueueView, handles: list[str]) -> list[SqsFault | None]:
-    receipts = [receipt_of(handle) for handle in handles]
-    outcomes = await sqs.batcher.ack(receipts, queue=view.name)
-    faults: list[SqsFault | None] = []
-    for handle, receipt, outcome in zip(handles, receipts, outcomes, strict=True):
-        sqs.attempts.forget(receipt)
-        if outcome or not view.fifo or await _was_deleted(sqs, view.name, handle):
-            faults.append(None)
-        else:
-            reason = "The receipt handle has expired."
-            faults.append(SqsFault.value(handle, "ReceiptHandle", reason))
-    return faults
-
-
-async def change_visibility(call: SqsCall, request: SqsRequest) -> Answer:
-    """Change when a message becomes visible again."""
-    view = await call.view_of(request, "consume")
-    if not request.receipt_handle:
-        raise SqsFault.missing("ReceiptHandle")
-    seconds = _timeout_of(request)
-    return _answer(await _hold(call.sqs, view.name, seconds, [request.receipt_handle]))
-
-
-async def change_visibility_batch(call: SqsCall, request: SqsRequest) -> Answer:
-    """Change when several messages become visible again."""
-    view = await call.view_of(request, "consume")
-    entries = check_entries(request, "ChangeMessageVisibilityBatch")
-    faults: list[SqsFault | None] = [None] * len(entries)
-    by_timeout: dict[int, list[int]] = {}
-    for index, entry in enumerate(entries):
-        try:
-            by_timeout.setdefault(_timeout_of(entry), []).append(index)
-        except SqsFault as fault:
-            faults[index] = fault
-    for seconds, indexes in by_timeout.items():
-        handles = [entries[index].receipt_handle or "" for index in indexes]
-        found = await _each(handles, partial(_hold, call.sqs, view.name, seconds), _bad_handle)
-        for index, result in zip(indexes, found, strict=True):
-            faults[index] = result
-    return _batch_answer(entries, faults)
-
-
-def _timeout_of(entry: SqsEntry) -> int:
-    if entry.visibility_timeout is None:
-        raise SqsFault.missing("VisibilityTimeout")
-    return check_visibility(entry.visibility_timeout)
-
-
-async def _hold(
-    sqs: SqsService, name: str, seconds: int, handles: list[str]
-) -> list[SqsFault | None]:
-    receipts = [receipt_of(handle) for handle in handles]
-    if seconds:
-        changing = sqs.batcher.extend(receipts, lease_ms=seconds * 1000, queue=name)
-    else:
-        reason = "visibility timeout set to 0"
-        changing = sqs.batcher.release(receipts, delay_ms=0, reason=reason, queue=name)
-    outcomes = await changing
-    reason = "Message does not exist or is not available for visibility timeout change."
-    return [
-        None if outcome else SqsFault.value(handle, "ReceiptHandle", reason)
-        for handle, outcome in zip(handles, outcomes, strict=True)
-    ]
-
-
-def _bad_handle(handle: str, _: Exception) -> SqsFault:
-    text = f'The input receipt handle "{handle[:200]}" is not a valid receipt handle.'
-    return SqsFault("ReceiptHandleIsInvalid", text)
-
-
-def _answer(faults: list[SqsFault | None]) -> Answer:
-    """Answer a request about one message, or raise its fault."""
-    fault = faults.pop()
+    (fault,) = await verb(call.sqs, view, [request])
     try:
         if fault is not None:
             raise fault
@@ -532,12 +487,44 @@ def _answer(faults: list[SqsFault | None]) -> Answer:
     return {}
 
 
-def _batch_answer(entries: list[SqsEntry], faults: Sequence[SqsFault | None]) -> Answer:
-    pairs = list(zip(entries, faults, strict=True))
+async def settle_batch(
+    verb: Callable[[SqsService, QueueView, list[SqsEntry]], Awaitable[list[SqsFault | None]]],
+    kind: str,
+    call: SqsCall,
+    request: SqsRequest,
+) -> Answer:
+    """Delete several messages or change their visibility; each of them succeeds or fails."""
+    view = await call.view_of(request, "consume")
+    entries = check_entries(request, kind)
+    pairs = list(zip(entries, await verb(call.sqs, view, entries), strict=True))
+    for entry, fault in pairs:
+        if fault is not None and fault.code == "ReceiptHandleIsInvalid":
+            # SQS names the handle in batches alone.
+            handle = (entry.receipt_handle or "")[:200]
+            fault.message = f'The input receipt handle "{handle}" is not a valid receipt handle.'
     return {
         "Successful": [{"Id": entry.id} for entry, fault in pairs if fault is None],
         "Failed": [failed_entry(entry, fault) for entry, fault in pairs if fault is not None],
     }
+
+
+async def delete(
+    sqs: SqsService, view: QueueView, entries: list[SqsEntry]
+) -> list[SqsFault | None]:
+    """Settle messages as done."""
+    handles = [entry.receipt_handle or "" for entry in entries]
+    receipts = [receipt_of(handle) for handle in handles]
+    faults: list[SqsFault | None] = []
+    outcomes = await _each(receipts, partial(sqs.batcher.ack, queue=view.name))
+    for handle, outcome in zip(handles, outcomes, strict=True):
+        if isinstance(outcome, SqsFault):
+            faults.append(outcome)
+        elif outcome or not view.fifo or await _was_deleted(sqs, view.name, handle):
+            faults.append(None)
+        else:
+            reason = "The receipt handle has expired."
+            faults.append(SqsFault.value(handle, "ReceiptHandle", reason))
+    return faults
 
 
 async def _was_deleted(sqs: SqsService, name: str, handle: str) -> bool:
@@ -554,3 +541,33 @@ async def _was_deleted(sqs: SqsService, name: str, handle: str) -> bool:
         return bool(attempts) and attempts[-1].end is AttemptEnd.ACKED
 
     return await sqs.batcher.call(look)
+
+
+async def change_visibility(
+    sqs: SqsService, view: QueueView, entries: list[SqsEntry]
+) -> list[SqsFault | None]:
+    """Change when messages become visible again."""
+    faults: list[SqsFault | None] = [None] * len(entries)
+    by_timeout: dict[int, list[int]] = {}
+    for index, entry in enumerate(entries):
+        try:
+            if entry.visibility_timeout is None:
+                raise SqsFault.missing("VisibilityTimeout")
+            by_timeout.setdefault(check_visibility(entry.visibility_timeout), []).append(index)
+        except SqsFault as fault:
+            # Without its traceback, which knows this list.
+            faults[index] = fault.with_traceback(None)
+    for seconds, indexes in by_timeout.items():
+        change = partial(sqs.batcher.extend, lease_ms=seconds * 1000, queue=view.name)
+        if not seconds:
+            reason = "visibility timeout set to 0"
+            change = partial(sqs.batcher.release, delay_ms=0, reason=reason, queue=view.name)
+        handles = [entries[index].receipt_handle or "" for index in indexes]
+        outcomes = await _each([receipt_of(handle) for handle in handles], change)
+        for index, handle, outcome in zip(indexes, handles, outcomes, strict=True):
+            if isinstance(outcome, SqsFault):
+                faults[index] = outcome
+            elif not outcome:
+                reason = "Message does not exist or is not available for visibility timeout change."
+                faults[index] = SqsFault.value(handle, "ReceiptHandle", reason)
+    return faults

@@ -6,26 +6,25 @@ import asyncio
 import logging
 from base64 import b64decode, urlsafe_b64encode
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from penstock import limits
-from penstock.errors import NotAllowed, PenstockError
+from penstock.errors import NotAllowed, PenstockError, QueueNotFound
 from penstock.model import Ordering, State
 from penstock.server.audit import Actor
 from penstock.server.security import Principal, check_target
-from penstock.server.sqs.context import check_range
 from penstock.wire.sqs import queues as wire
-from penstock.wire.sqs.protocol import SqsFault
+from penstock.wire.sqs.protocol import SqsFault, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from penstock.broker.broker import Broker
-    from penstock.model import QueueSpec, QueueStats
-    from penstock.server.sqs import SqsService
-    from penstock.server.sqs.context import Answer, SqsCall
+    from penstock.model import QueueSpec
+    from penstock.server.sqs import Answer, SqsCall, SqsService
     from penstock.wire.sqs.protocol import SqsRequest
 
 log = logging.getLogger(__name__)
@@ -82,18 +81,17 @@ async def purge(call: SqsCall, request: SqsRequest) -> Answer:
     """Remove every message that is not deleted yet, in flight ones too."""
     sqs = call.sqs
     name = (await call.view_of(request, "admin")).name
-    last_ms = sqs.purged_at_ms.get(name, -limits.SQS_PURGE_PAUSE_MS)
-    paused = sqs.clock.now_ms() - last_ms < limits.SQS_PURGE_PAUSE_MS
-    if paused or name in sqs.purging:
+    last_ms = sqs.purged_at_ms.get(name, -inf)
+    if sqs.clock.now_ms() - last_ms < limits.SQS_PURGE_PAUSE_MS:
         text = f"Only one PurgeQueue operation on {name} is allowed every 60 seconds."
         raise SqsFault("PurgeQueueInProgress", text, status=403)
     states = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
-    sqs.purging.add(name)
+    sqs.purged_at_ms[name] = inf
     try:
         await call.change(lambda broker: broker.purge(name, states=states), long=True)
+        last_ms = sqs.clock.now_ms()
     finally:
-        sqs.purging.discard(name)
-    sqs.purged_at_ms[name] = sqs.clock.now_ms()
+        sqs.purged_at_ms[name] = last_ms
     return {}
 
 
@@ -104,13 +102,14 @@ async def set_attributes(call: SqsCall, request: SqsRequest) -> Answer:
         raise SqsFault.missing("Attributes")
     async with call.sqs.turn:
         specs = await call.sqs.queues.specs()
-        spec = _find(specs, name)
-        fifo = spec.ordering is Ordering.FIFO
+        if name not in specs:
+            raise QueueNotFound(name)
+        fifo = specs[name].ordering is Ordering.FIFO
         attributes = wire.checked_attributes(request.attributes, fifo=fifo)
         if attributes.get("FifoQueue", "true" if fifo else "false") != str(fifo).lower():
             raise SqsFault.attribute_value("FifoQueue")
         _check_dead_letter(call, name, attributes, specs)
-        await _update(call, name, wire.settings_for(attributes, spec.labels))
+        await _update(call, name, wire.settings_for(attributes, specs[name].labels))
     return {}
 
 
@@ -134,14 +133,13 @@ async def get_attributes(call: SqsCall, request: SqsRequest) -> Answer:
     names = request.attribute_names or []
     wire.check_readable(names)
     counted = any(each == "All" or each.startswith("Approximate") for each in names)
-
-    def look(broker: Broker) -> tuple[list[QueueSpec], QueueStats | None]:
-        # The stats first: they fail if the queue is gone.
-        stats = broker.stats(name) if counted else None
-        return broker.queues(), stats
-
-    specs, stats = await call.sqs.batcher.call(look)
-    spec = _find({spec.name: spec for spec in specs}, name)
+    # Of all queues: on SQL the settings of one may be older than another server's change.
+    specs, stats = await call.sqs.batcher.call(
+        lambda broker: (broker.queues(), broker.stats(name) if counted else None)
+    )
+    spec = next((each for each in specs if each.name == name), None)
+    if spec is None:
+        raise QueueNotFound(name)
     known = wire.attributes_of(spec, stats, call.sqs.arn)
     if "All" not in names:
         known = {each: known[each] for each in names if each in known}
@@ -170,7 +168,8 @@ async def list_sources(call: SqsCall, request: SqsRequest) -> Answer:
     """List the queues whose failed messages go to a queue, as far as the caller may see them."""
     name = call.queue_of(request, *_ANY)
     specs = await call.sqs.queues.specs()
-    _find(specs, name)
+    if name not in specs:
+        raise QueueNotFound(name)
     sources = [spec.name for spec in specs.values() if spec.dead_letter == name]
     return _page(call, request, sources, "queueUrls")
 
@@ -180,12 +179,6 @@ async def list_tags(call: SqsCall, request: SqsRequest) -> Answer:
     spec = await call.sqs.queues.spec(call.queue_of(request, *_ANY))
     tags = wire.tags_of(spec.labels)
     return {"Tags": tags} if tags else {}
-
-
-def _find(specs: Mapping[str, QueueSpec], name: str) -> QueueSpec:
-    if name not in specs:
-        raise SqsFault.no_queue()
-    return specs[name]
 
 
 async def _update(call: SqsCall, name: str, settings: dict[str, Any]) -> None:

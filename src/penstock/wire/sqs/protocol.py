@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from penstock import limits
+from penstock import errors, limits
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -63,11 +63,6 @@ class SqsFault(Exception):
         self.sender = status < 500
 
     @classmethod
-    def no_queue(cls) -> SqsFault:
-        """Say that the queue is not there."""
-        return cls("QueueDoesNotExist", "The specified queue does not exist.")
-
-    @classmethod
     def invalid(cls, message: str) -> SqsFault:
         """Say that a parameter's value is not allowed."""
         return cls("InvalidParameterValueException", message)
@@ -94,6 +89,32 @@ class SqsFault(Exception):
     def attribute_value(cls, name: str) -> SqsFault:
         """Say that a queue's attribute can't have that value."""
         return cls("InvalidAttributeValue", f"Invalid value for the parameter {name}.")
+
+
+# Error of the broker: code, text and status of the fault. The first that fits counts.
+_FAULTS: Final = (
+    (errors.QueueNotFound, "QueueDoesNotExist", "The specified queue does not exist.", 400),
+    (errors.NotAllowed, "AccessDeniedException", "{}", 403),
+    (errors.InvalidReceipt, "ReceiptHandleIsInvalid", "The input receipt handle is invalid.", 400),
+    (errors.QueueExists, "QueueNameExists", "{}", 400),
+    (errors.InvalidInput, "InvalidParameterValueException", "{}", 400),
+    (errors.BrokerClosed, "ServiceUnavailable", "The server is stopping.", 503),
+    # The runner logs a store that can't be used, once.
+    (errors.StorageFailed, "ServiceUnavailable", "The store failed: {}.", 503),
+    # A full queue. SDKs try again after a while at a rate that is reached.
+    (errors.LimitReached, "OverLimit", "{}", 403),
+    (Exception, "InternalFailure", "The request failed because of an error of the server.", 500),
+)
+
+
+def fault_of(error: Exception) -> SqsFault:
+    """Make an error of the broker one of SQS; ``InternalFailure`` if it is none of the broker's."""
+    if isinstance(error, SqsFault):
+        return error
+    if isinstance(error, errors.LimitReached) and error.retry_after_ms is not None:
+        return SqsFault("RequestThrottled", str(error))
+    _, code, text, status = next(each for each in _FAULTS if isinstance(error, each[0]))
+    return SqsFault(code, text.format(error), status=status)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -158,6 +179,54 @@ class SqsRequest(SqsEntry, gc=False):
     receive_request_attempt_id: str | None = None
 
 
+# SQS takes letters, digits and punctuation of ASCII in them.
+_TOKEN: Final = re.compile(r"[!-~]{1,128}")
+_ENTRY_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
+
+
+def check_entries(request: SqsRequest, kind: str) -> list[SqsEntry]:
+    """Return the entries of a batch, whose number and ids are checked."""
+    entries = request.entries
+    if not entries:
+        raise SqsFault(
+            "EmptyBatchRequest", f"There should be at least one {kind}RequestEntry in the request."
+        )
+    if len(entries) > limits.SQS_MAX_BATCH:
+        raise SqsFault(
+            "TooManyEntriesInBatchRequest",
+            f"Maximum number of entries per request are {limits.SQS_MAX_BATCH}. "
+            f"You have sent {len(entries)}.",
+        )
+    seen = set()
+    for entry in entries:
+        if entry.id is None:
+            raise SqsFault.missing(f"{kind}RequestEntry.Id")
+        if not _ENTRY_ID.fullmatch(entry.id):
+            raise SqsFault(
+                "InvalidBatchEntryId",
+                "A batch entry id can only contain alphanumeric characters, hyphens and "
+                "underscores. It can be at most 80 letters long.",
+            )
+        if entry.id in seen:
+            raise SqsFault("BatchEntryIdsNotDistinct", f"Id {entry.id} repeated.")
+        seen.add(entry.id)
+    return entries
+
+
+def check_range(value: int, parameter: str, low: int, high: int, reason: str = "") -> int:
+    """Check a number; ``reason`` is what SQS says of one that is out of bounds."""
+    if not low <= value <= high:
+        raise SqsFault.value(value, parameter, reason or f"Must be between {low} and {high}.")
+    return value
+
+
+def check_token(text: str | None, parameter: str) -> None:
+    """Check a group, a dedup id or the id of a receive, if it is given."""
+    if text is not None and not _TOKEN.fullmatch(text):
+        reason = "can only include alphanumeric and punctuation characters. 1 to 128 in length."
+        raise SqsFault.value(text, parameter, f"{parameter} {reason}")
+
+
 def _unknown(operation: str, status: int) -> SqsFault:
     text = f"The action {operation[:200]} is not valid for this endpoint."
     return SqsFault("UnknownOperationException", text, status=status)
@@ -190,6 +259,16 @@ def decode_json(body: bytes) -> SqsRequest:
         raise SqsFault("SerializationException", f"The request can't be read: {error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise SqsFault("SerializationException", f"The body is not JSON: {error}") from None
+
+
+def failed_entry(entry: SqsEntry, fault: SqsFault) -> dict[str, Any]:
+    """Say of an entry of a batch why it failed."""
+    return {
+        "Id": entry.id,
+        "SenderFault": fault.sender,
+        "Code": fault.query_code,
+        "Message": fault.message,
+    }
 
 
 def encode_json_fault(fault: SqsFault) -> bytes:
