@@ -11,7 +11,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock import limits
 from penstock.clock import ManualClock
-from penstock.server.console import shown
+from penstock.server.console import figures as shown
 from penstock.server.console.figures import MINUTES, Figures, History
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from penstock import Message, QueueNotFound, limits
 from penstock.server import running
 from penstock.server.console import messages, queues
 from penstock.server.console.messages import preview
-from penstock.server.console.reads import reason_key
+from penstock.server.console.queues import reason_key
 from penstock.server.keys import add_key
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from penstock.clock import ManualClock
 from penstock.filters import parse
 from penstock.limits import CONSOLE_LOG_SAMPLE, CONSOLE_MAX_SCAN, MAX_PLACES
 from penstock.model import State
-from penstock.server.console import reads
-from penstock.server.console.reads import scan
+from penstock.server.console.messages import find_message
+from penstock.server.console.queues import reasons, scan, shares, try_filter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +93,7 @@ def test_failed_messages_by_reason(broker: Broker, clock: ManualClock) -> None:
         broker.send("q", b"x")
         broker.release([each.receipt for each in broker.claim("q")], reason=reason)
         clock.advance(1_000)
-    found = reads.reasons(scan(broker, "q", State.FAILED).entries)
+    found = reasons(scan(broker, "q", State.FAILED).entries)
     counts = [(each.text, each.count) for each in found]
     assert counts == [("no", 3), ("never", 1), ("released 1 times", 1)]
     assert (found[0].first_ms, found[0].last_ms) == (began_ms, began_ms + 4_000)
@@ -111,12 +111,10 @@ def test_groups_that_wait_and_consumers_that_hold(broker: Broker, clock: ManualC
     broker.publish([book(1, "late")])
     held = scan(broker, "books", State.IN_FLIGHT).entries
     waiting = scan(broker, "books", State.AVAILABLE).entries
-    late, busy = sorted(
-        reads.shares([*held, *waiting], lambda e: e.group), key=lambda s: -s.waiting
-    )
+    late, busy = sorted(shares([*held, *waiting], lambda e: e.group), key=lambda s: -s.waiting)
     assert (late.name, late.waiting, late.since_ms) == ("late", 2, began_ms + 1_000)
     assert (busy.name, busy.waiting, busy.in_flight) == ("busy", 1, 3)
-    (ann,) = reads.shares(held, lambda entry: entry.consumer or "")
+    (ann,) = shares(held, lambda entry: entry.consumer or "")
     assert (ann.name, ann.in_flight, ann.waiting, ann.since_ms) == ("ann", 3, 0, None)
     assert (ann.soonest_ms, ann.latest_ms) == (began_ms + 30_000, began_ms + 30_000)
 
@@ -131,7 +129,7 @@ def test_a_message_in_all_its_queues(broker: Broker, clock: ManualClock) -> None
     clock.advance(1)
     broker.sweep()
     broker.ack([each.receipt for each in broker.claim("b", consumer="bob")])
-    here, found = reads.find_message(broker, "b", message_id, everywhere)
+    here, found = find_message(broker, "b", message_id, everywhere)
     assert here is not None
     assert (here.payload, here.state) == (b"xxxxx", State.DONE)
     states = {place.entry.queue: place.entry.state for place in found.places}
@@ -143,18 +141,18 @@ def test_a_message_in_all_its_queues(broker: Broker, clock: ManualClock) -> None
     assert found.takers == ["a", "b"]
     assert (found.looked, found.queues) == (4, 4)
 
-    here, found = reads.find_message(broker, "c", message_id, lambda name: name in {"c", "b"})
+    here, found = find_message(broker, "c", message_id, lambda name: name in {"c", "b"})
     assert here is None
     assert [place.entry.queue for place in found.places] == ["b"]
     assert found.takers == ["b"]
     # A visitor who may not see the log learns nothing of a message that its queues do not have.
-    _, found = reads.find_message(broker, "c", message_id, lambda name: name == "c")
+    _, found = find_message(broker, "c", message_id, lambda name: name == "c")
     assert (found.row, found.places, found.takers) == (None, [], [])
     for unknown in (message_id + 1, (1 << 64) - 1):
-        _, found = reads.find_message(broker, "a", unknown, everywhere)
+        _, found = find_message(broker, "a", unknown, everywhere)
         assert found.row is None
     with pytest.raises(QueueNotFound):
-        reads.find_message(broker, "z", message_id, everywhere)
+        find_message(broker, "z", message_id, everywhere)
 
 
 def test_a_filter_is_tried_on_the_newest_messages(broker: Broker) -> None:
@@ -164,7 +162,7 @@ def test_a_filter_is_tried_on_the_newest_messages(broker: Broker) -> None:
         broker.publish([book(number) for number in range(begin, begin + 500)])
         # The filters change within the last thousand messages.
         broker.create_queue(f"q{begin}", filter="kind = 'film'")
-    looked, matches = reads.try_filter(broker, parse("number >= 400 AND number < 510"))
+    looked, matches = try_filter(broker, parse("number >= 400 AND number < 510"))
     assert looked == CONSOLE_LOG_SAMPLE
     assert [record.attributes["number"] for record in matches] == list(range(509, 499, -1))
 
@@ -174,7 +172,7 @@ def test_a_message_among_many_queues() -> None:
         for number in range(1_000):
             broker.create_queue(f"q{number}", filter=f"kind = 'book' AND number = {number % 500}")
         (message_id,) = broker.publish([book(321)])
-        here, found = reads.find_message(broker, "q7", message_id, everywhere)
+        here, found = find_message(broker, "q7", message_id, everywhere)
     assert here is None
     assert [place.entry.queue for place in found.places] == ["q321", "q821"]
     assert (found.looked, found.queues) == (MAX_PLACES, 1_000)

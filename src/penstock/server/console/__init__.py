@@ -1,7 +1,7 @@
 """The web console: pages at ``/console/`` of the HTTP listener, or at an address of its own.
 
 Here is everything that pages share: routes, permissions, templates, static files and live numbers.
-``visits`` are requests for pages, ``sessions`` logins, ``figures`` the numbers that are shown;
+``visits`` are logins and requests for pages, ``figures`` the numbers that are shown;
 ``overview``, ``queues`` and ``messages`` are the pages.
 """
 
@@ -23,10 +23,9 @@ import penstock
 from penstock import errors, limits
 from penstock.clock import loop_seconds
 from penstock.server.audit import Actor, audited
-from penstock.server.console import messages, overview, queues, shown, visits
-from penstock.server.console.figures import Figures
-from penstock.server.console.sessions import Sessions
-from penstock.server.console.visits import HEADERS, HTML, OPEN, PREFIX, NoSuchPage, Visit
+from penstock.server.console import messages, overview, queues, visits
+from penstock.server.console.figures import FILTERS, Figures
+from penstock.server.console.visits import HEADERS, HTML, OPEN, PREFIX, NoSuchPage, Sessions, Visit
 from penstock.server.http import Response
 from penstock.server.security import Principal, told
 from penstock.store.sql.location import without_password
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from penstock.broker.broker import Broker
-    from penstock.server.console.sessions import Session
-    from penstock.server.console.visits import Route
+    from penstock.server.console.visits import Route, Session
     from penstock.server.http import Answering, Handler, Request
     from penstock.server.served_store import Server
 
@@ -92,7 +90,7 @@ class Console:
             lstrip_blocks=True,
         )
         self._compiled: Future[None] | None = None
-        self._templates.filters.update(shown.FILTERS)
+        self._templates.filters.update(FILTERS)
         self._templates.globals.update(console=self, asset=assets.__getitem__, link=visits.link)
 
     def start(self) -> None:
@@ -219,8 +217,8 @@ class Console:
 
     async def _page(self, route: Route, visit: Visit, session: Session | None) -> Response:
         request = visit.request
-        visit.query, visit.need = dict(visits.read_fields(request.query)), route.need
-        if route.need is not OPEN:
+        visit.query, visit.actions = dict(visits.read_fields(request.query)), route.actions
+        if route.actions is not OPEN:
             if session is None:
                 return visits.log_in_first(visit)
             visit.check()
@@ -232,7 +230,7 @@ class Console:
             given = visit.form.get("csrf") or request.headers.get("x-csrf-token", "")
             own = session is not None and session.has_made(given)
             # A login has no session yet: for it the origin must do.
-            if not here or not (own or route.need is OPEN):
+            if not here or not (own or route.actions is OPEN):
                 raise errors.NotAllowed(
                     "this form is not of a page of this console, or is old: load the page again"
                 )

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from penstock.errors import InvalidInput
-from penstock.limits import CONSOLE_PREVIEW_BYTES
-from penstock.model import State
-from penstock.server.console import reads
-from penstock.server.console.queues import read_search, read_state
+from penstock.broker.explain import likely_queues, row_of
+from penstock.errors import InvalidInput, QueueNotFound
+from penstock.filters import Row
+from penstock.limits import CONSOLE_PREVIEW_BYTES, MAX_PLACES
+from penstock.model import Attempt, Entry, State
+from penstock.server.console.queues import read_search, read_state, scan
 from penstock.server.console.visits import (
-    CHANGE_QUEUE,
+    CHANGE,
     HEADERS,
-    SEE_ALL,
-    SEE_QUEUE,
+    SEE,
     NoSuchPage,
     Route,
     link,
@@ -26,7 +27,10 @@ from penstock.server.http import Response
 from penstock.server.security import check_target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.broker.broker import Broker
+    from penstock.model import LogRecord
     from penstock.server.console import Console
     from penstock.server.console.visits import Visit
 
@@ -49,10 +53,9 @@ class Preview(NamedTuple):
 
 def preview(payload: bytes, view: str = "") -> Preview:
     """Write a payload as JSON, as text or in hexadecimal; by default as the first that fits."""
+    pretty = _pretty(payload)
     if view not in VIEWS:
-        view = "json" if _pretty(payload) else "text" if _is_text(payload) else "hex"
-    if view == "json" and (pretty := _pretty(payload)):
-        return Preview(view, *_cut(pretty))
+        view = "json" if pretty else "text" if _is_text(payload) else "hex"
     if view == "hex":
         lines = [
             f"{at:08x}  {part.hex(' '):{_HEX_LINE * 3 - 1}}  {_ascii(part)}"
@@ -60,6 +63,8 @@ def preview(payload: bytes, view: str = "") -> Preview:
             if (part := payload[at : at + _HEX_LINE])
         ]
         return Preview(view, "\n".join(lines), len(payload) > _HEX_BYTES)
+    if view == "json" and pretty:
+        return Preview(view, *_cut(pretty))
     return Preview("text", *_cut(payload))
 
 
@@ -97,7 +102,63 @@ def _ascii(part: bytes) -> str:
 # --- one message ----------------------------------------------------------------------------------
 
 
-def span(found: reads.Whereabouts, now_ms: int) -> tuple[int, int]:
+class Place(msgspec.Struct):
+    """A message in one queue, with its attempts."""
+
+    entry: Entry
+    attempts: list[Attempt]
+
+
+class Whereabouts(msgspec.Struct):
+    """A message in all its queues, as far as they were looked at.
+
+    ``row`` is None if neither a queue nor the log has the message. ``looked`` of ``queues`` queues
+    were looked at: those whose filters would take the message, and their dead letter queues, first.
+    """
+
+    row: Row | None
+    places: list[Place]
+    takers: list[str]
+    looked: int
+    queues: int
+
+
+def find_message(
+    broker: Broker, queue: str, message_id: int, may_see: Callable[[str | None], bool]
+) -> tuple[Entry | None, Whereabouts]:
+    """Find a message in a queue, with its payload, and in all queues that may be seen."""
+    here = next(iter(broker.browse(queue, message_id=message_id)), None)
+    # The log has messages of all queues.
+    record = here or (log_record(broker, message_id) if may_see(None) else None)
+    specs = {spec.name: spec for spec in broker.queues() if may_see(spec.name)}
+    row = None if record is None else row_of(record)
+    takers = [] if row is None else [name for name in broker.takers(row) if name in specs]
+    names = likely_queues(queue, takers, specs)
+    places = []
+    for name in names[:MAX_PLACES]:
+        # One that was deleted since has no place.
+        with suppress(QueueNotFound):
+            page = broker.browse(name, message_id=message_id, payloads=False)
+            places += [Place(entry, broker.attempts(name, message_id)) for entry in page]
+    if row is None and places:
+        row = row_of(places[0].entry)
+        takers = [name for name in broker.takers(row) if name in specs]
+    looked = min(len(names), MAX_PLACES)
+    return here, Whereabouts(row, places, takers, looked, len(specs))
+
+
+def log_record(broker: Broker, message_id: int) -> LogRecord | None:
+    """Read a message from the log, if that still has it."""
+    stats = broker.log_stats()
+    if stats.earliest <= message_id < stats.end:
+        for log in range(stats.logs):
+            for record in broker.read_log(log, begin=message_id, limit=1).records:
+                if record.message_id == message_id:
+                    return record
+    return None
+
+
+def span(found: Whereabouts, now_ms: int) -> tuple[int, int]:
     """Return when the life of a message began, and when it ended in its queues, or now."""
     begin_ms = now_ms if found.row is None else found.row.published_at_ms
     ends = [place.entry.ended_at_ms or now_ms for place in found.places]
@@ -116,11 +177,11 @@ async def message_page(console: Console, visit: Visit) -> Response:
     queue, message_id = visit.queue, _message_id(visit)
     asked = visit.query.get("why", "").strip()
     if asked:
-        visit.principal.check_any(SEE_ALL.actions, asked)
+        visit.principal.check_any(SEE, asked)
     now_ms = console.server.clock.now_ms()
 
     def read(broker: Broker) -> dict[str, Any]:
-        here, found = reads.find_message(broker, queue, message_id, visit.may_see)
+        here, found = find_message(broker, queue, message_id, visit.may_see)
         other = asked or (queue if here is None else "")
         why = broker.explain_to(visit.may_see, other, message_id) if other else None
         if found.row is None:
@@ -188,7 +249,7 @@ def _read_wish(broker: Broker, visit: Visit) -> Wish:
     elif scope == "found" and search.test is not None:
         if search.error is not None:
             raise search.error
-        found = reads.scan(broker, visit.queue, state, where=search.test)
+        found = scan(broker, visit.queue, state, where=search.test)
         wish.message_ids = [entry.message_id for entry in found.entries]
         wish.count, wish.is_cut = len(wish.message_ids), found.next_cursor is not None
     elif scope in {"found", "all"}:
@@ -201,7 +262,7 @@ def _read_wish(broker: Broker, visit: Visit) -> Wish:
 
 
 def _read_ids(visit: Visit) -> list[int]:
-    texts = ",".join(visit.values("ids")).split(",")
+    texts = ",".join(value for name, value in visit.fields if name == "ids").split(",")
     if not all(text.isdecimal() and len(text) <= 20 for text in texts):
         raise InvalidInput("no messages are selected")
     return sorted({int(text) for text in texts})
@@ -226,7 +287,7 @@ async def act(console: Console, visit: Visit) -> Response:
 
 
 ROUTES: Final = [
-    Route("GET", "/queues/{queue}/messages/{message}", SEE_QUEUE, message_page),
-    Route("GET", "/queues/{queue}/messages/{message}/payload", SEE_QUEUE, payload),
-    Route("POST", "/queues/{queue}/act", CHANGE_QUEUE, act),
+    Route("GET", "/queues/{queue}/messages/{message}", SEE, message_page),
+    Route("GET", "/queues/{queue}/messages/{message}/payload", SEE, payload),
+    Route("POST", "/queues/{queue}/act", CHANGE, act),
 ]

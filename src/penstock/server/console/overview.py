@@ -8,9 +8,18 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock import limits
-from penstock.server.console.figures import COUNTS, totals_of
-from penstock.server.console.shown import NOTHING, duration, moment, number, rate, size, spark
-from penstock.server.console.visits import ANY_KEY, OPEN, SEE_ALL, Route, link, redirect
+from penstock.server.console.figures import (
+    COUNTS,
+    NOTHING,
+    duration,
+    moment,
+    number,
+    rate,
+    size,
+    spark,
+    totals_of,
+)
+from penstock.server.console.visits import ANY_KEY, OPEN, SEE, Route, link, redirect
 from penstock.server.metrics import healthy
 from penstock.store.sql.location import without_password
 
@@ -283,8 +292,8 @@ async def log_out(console: Console, visit: Visit) -> Response:
 ROUTES: Final = [
     Route("GET", "/", ANY_KEY, overview),
     Route("GET", "/live", ANY_KEY, overview_live),
-    *(Route("GET", f"/{name}", SEE_ALL, facts) for name in _FACTS),
-    *(Route("GET", f"/{name}/live", SEE_ALL, facts_live) for name in _FACTS),
+    *(Route("GET", f"/{name}", SEE, facts) for name in _FACTS),
+    *(Route("GET", f"/{name}/live", SEE, facts_live) for name in _FACTS),
     Route("GET", "/login", OPEN, login_page),
     Route("POST", "/login", OPEN, log_in),
     Route("POST", "/logout", ANY_KEY, log_out),

@@ -1,30 +1,41 @@
-"""Pages of a queue: its messages by state, groups, consumers, settings; create, change, delete."""
+"""Pages of a queue: its messages by state, groups, consumers, settings; create, change, delete.
+
+Reads of the broker run on a thread, and let others in between two pages of a browse. Each is
+bounded, and says if it was cut.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
+
+from penstock import limits
 from penstock.broker.explain import row_of
 from penstock.errors import InvalidFilter, InvalidInput, NotAllowed, QueueExists
 from penstock.filters import default_filter, parse
-from penstock.model import QueueSpec, State
+from penstock.model import Entry, QueueSpec, State
 from penstock.server.config import UNITS_MS, amount
-from penstock.server.console import reads
+from penstock.server.console.figures import number
 from penstock.server.console.overview import queue_cells
-from penstock.server.console.shown import number
-from penstock.server.console.visits import ANY_KEY, CHANGE_QUEUE, SEE_QUEUE, Route, link, redirect
+from penstock.server.console.visits import ANY_KEY, CHANGE, SEE, Route, link, redirect
 from penstock.server.security import check_settings
 from penstock.validation import check_queue_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from penstock.broker.broker import Broker
-    from penstock.model import Entry, QueueStats
+    from penstock.filters import Filter
+    from penstock.model import LogRecord, QueueStats
     from penstock.server.console import Console
     from penstock.server.console.visits import Visit
     from penstock.server.http import Response
 
+# Messages that a browse reads before it lets others in.
+STEP: Final = 1_000
 # Messages, and rows of other tables, that a page shows.
 PAGE: Final = 50
 MAX_ROWS: Final = 200
@@ -57,6 +68,116 @@ FIELDS: Final = (
 TEXTS: Final = ("filter", "description", "dead_letter")
 # Errors that a form shows.
 REFUSALS: Final = (InvalidInput, NotAllowed, QueueExists)
+
+
+# --- messages in a state --------------------------------------------------------------------------
+
+
+class Scan(msgspec.Struct):
+    """Messages that were found, how many were looked at, and where to go on (None: the end)."""
+
+    entries: list[Entry]
+    looked: int
+    next_cursor: str | None
+
+
+def scan(
+    broker: Broker,
+    queue: str,
+    state: State,
+    *,
+    cursor: str | None = None,
+    where: Callable[[Entry], bool] | None = None,
+    count: int = limits.CONSOLE_MAX_SCAN,
+) -> Scan:
+    """Look for messages in a state, up to a count, among a bounded number of them."""
+    found = Scan([], 0, cursor)
+    while True:
+        room = count - len(found.entries)
+        limit = min(STEP, limits.CONSOLE_MAX_SCAN - found.looked, room if where is None else STEP)
+        cursor = found.next_cursor
+        page = broker.browse(queue, state=state, limit=limit, cursor=cursor, payloads=False)
+        if where is not None:
+            places = [at for at, entry in enumerate(page) if where(entry)]
+            if len(places) > room:
+                # Read again up to the last that there is room for: for the cursor behind it.
+                limit = places[room - 1] + 1
+                page = broker.browse(queue, state=state, limit=limit, cursor=cursor, payloads=False)
+        found.entries += [entry for entry in page if where is None or where(entry)]
+        found.looked += len(page)
+        found.next_cursor = page.next_cursor
+        full = len(found.entries) >= count or found.looked >= limits.CONSOLE_MAX_SCAN
+        if page.next_cursor is None or full:
+            return found
+
+
+class Reason(msgspec.Struct):
+    """Failed messages that share a reason."""
+
+    text: str
+    key: str
+    count: int
+    first_ms: int
+    last_ms: int
+
+
+def reason_key(text: str) -> str:
+    """Return a short name for a reason, for addresses."""
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+def reasons(failed: Iterable[Entry]) -> list[Reason]:
+    """Group failed messages by their reasons, the most frequent first."""
+    ended: defaultdict[str, list[int]] = defaultdict(list)
+    for entry in failed:
+        ended[entry.reason].append(entry.ended_at_ms or 0)
+    found = [
+        Reason(text, reason_key(text), len(times), min(times), max(times))
+        for text, times in ended.items()
+    ]
+    return sorted(found, key=lambda each: -each.count)
+
+
+class Share(NamedTuple):
+    """The part of a queue that one group or one consumer has.
+
+    Its oldest message waits since ``since_ms``; ``soonest_ms`` and ``latest_ms`` are deadlines of
+    its leases.
+    """
+
+    name: str
+    waiting: int
+    since_ms: int | None
+    in_flight: int
+    soonest_ms: int | None
+    latest_ms: int | None
+    attempts: int
+
+
+def shares(entries: Iterable[Entry], name_of: Callable[[Entry], str]) -> list[Share]:
+    """Sum messages up by a name: the longest wait first, then the most in flight."""
+    by_name: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        by_name[name_of(entry)].append(entry)
+    found = []
+    for name, own in by_name.items():
+        ends = [each.lease_deadline_ms or 0 for each in own if each.state is State.IN_FLIGHT]
+        waits = [
+            max(each.visible_at_ms or 0, each.published_at_ms)
+            for each in own
+            if each.state is not State.IN_FLIGHT
+        ]
+        share = Share(
+            name=name,
+            waiting=len(waits),
+            since_ms=min(waits, default=None),
+            in_flight=len(ends),
+            soonest_ms=min(ends, default=None),
+            latest_ms=max(ends, default=None),
+            attempts=max(each.attempts for each in own),
+        )
+        found.append(share)
+    return sorted(found, key=lambda each: (each.since_ms or limits.MAX_OFFSET, -each.in_flight))
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -100,7 +221,7 @@ def read_search(fields: dict[str, str]) -> Search:
         return Search(where, reason, lambda _: False, error)
 
     def test(entry: Entry) -> bool:
-        if reason and reads.reason_key(entry.reason) != reason:
+        if reason and reason_key(entry.reason) != reason:
             return False
         return compiled is None or compiled.matches(row_of(entry))
 
@@ -123,13 +244,13 @@ async def queue_page(console: Console, visit: Visit) -> Response:
         return redirect(visit, link("queues", queue, "messages", search.where))
 
     def read(broker: Broker) -> dict[str, Any]:
-        found = reads.Scan([], 0, None)
+        found = Scan([], 0, None)
         if search.error is None:
             cursor = query.get("cursor") or None
-            found = reads.scan(broker, queue, state, cursor=cursor, where=search.test, count=PAGE)
-        failed = reads.scan(broker, queue, state) if state is State.FAILED else None
-        reasons = reads.reasons(failed.entries) if failed else []
-        return {"found": found, "failed": failed, "reasons": reasons}
+            found = scan(broker, queue, state, cursor=cursor, where=search.test, count=PAGE)
+        failed = scan(broker, queue, state) if state is State.FAILED else None
+        why = reasons(failed.entries) if failed else []
+        return {"found": found, "failed": failed, "reasons": why}
 
     did = query.get("did", ""), visit.number("count", 0)
     values = {"tab": state.value, "state": state, "search": search, "did": did}
@@ -145,28 +266,21 @@ async def queue_live(console: Console, visit: Visit) -> Response:
     return console.live(visit, read)
 
 
-async def groups(console: Console, visit: Visit) -> Response:
-    """Show which groups wait, since when, and which have messages in flight."""
+async def shares_page(console: Console, visit: Visit) -> Response:
+    """Show which groups wait and since when, or which consumers hold messages and until when."""
+    tab = visit.request.path.rpartition("/")[2]
 
     def read(broker: Broker) -> dict[str, Any]:
-        cursor = visit.query.get("cursor") or None
-        waiting = reads.scan(broker, visit.queue, State.AVAILABLE, cursor=cursor)
-        held = reads.scan(broker, visit.queue, State.IN_FLIGHT)
-        found = reads.shares([*waiting.entries, *held.entries], lambda entry: entry.group)
+        waiting, held = Scan([], 0, None), scan(broker, visit.queue, State.IN_FLIGHT)
+        if tab == "consumers":
+            found = shares(held.entries, lambda entry: entry.consumer or "")
+        else:
+            cursor = visit.query.get("cursor") or None
+            waiting = scan(broker, visit.queue, State.AVAILABLE, cursor=cursor)
+            found = shares([*waiting.entries, *held.entries], lambda entry: entry.group)
         return {"shares": found, "waiting": waiting, "held": held}
 
-    return await _page(console, visit, "shares.html", read, tab="groups")
-
-
-async def consumers(console: Console, visit: Visit) -> Response:
-    """Show who holds messages, and until when."""
-
-    def read(broker: Broker) -> dict[str, Any]:
-        held = reads.scan(broker, visit.queue, State.IN_FLIGHT)
-        found = reads.shares(held.entries, lambda entry: entry.consumer or "")
-        return {"shares": found, "waiting": reads.Scan([], 0, None), "held": held}
-
-    return await _page(console, visit, "shares.html", read, tab="consumers")
+    return await _page(console, visit, "shares.html", read, tab=tab)
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -228,21 +342,23 @@ def _default_of(name: str) -> str:
         return ""
 
 
-async def create_page(console: Console, visit: Visit) -> Response:
-    """Show the form for a new queue."""
-    _check_may_create(visit)
-    return await _form_page(console, visit, write_settings(QueueSpec(name="", filter="")))
-
-
-def _check_may_create(visit: Visit) -> None:
+async def _spec_of(console: Console, visit: Visit) -> QueueSpec:
+    """Return the settings of the page's queue; without one they are those of a new queue."""
+    if "queue" in visit.names:
+        return await console.look(lambda broker: broker.queue(visit.queue))
     if not any(action == "admin" for action, _ in visit.principal.grants):
         visit.principal.check("admin")
+    return QueueSpec(name="", filter="")
+
+
+async def settings_page(console: Console, visit: Visit) -> Response:
+    """Show the settings of a queue, or of a new one, in a form for those who may change them."""
+    return await _form_page(console, visit, write_settings(await _spec_of(console, visit)))
 
 
 async def create(console: Console, visit: Visit) -> Response:
     """Make a queue, or show what is wrong with it."""
-    _check_may_create(visit)
-    form = {**write_settings(QueueSpec(name="", filter="")), **visit.form}
+    form = {**write_settings(await _spec_of(console, visit)), **visit.form}
     if "check" in form:
         return await _form_page(console, visit, form)
     name = form["name"].strip()
@@ -256,15 +372,9 @@ async def create(console: Console, visit: Visit) -> Response:
     return redirect(visit, link("queues", name, did="created"))
 
 
-async def settings_page(console: Console, visit: Visit) -> Response:
-    """Show the settings of a queue, in a form for those who may change them."""
-    spec = await console.look(lambda broker: broker.queue(visit.queue))
-    return await _form_page(console, visit, write_settings(spec))
-
-
 async def change_settings(console: Console, visit: Visit) -> Response:
     """Change settings of a queue, or show what is wrong with them."""
-    spec = await console.look(lambda broker: broker.queue(visit.queue))
+    spec = await _spec_of(console, visit)
     form = {**write_settings(spec), **visit.form, "name": spec.name}
     if "check" in form:
         return await _form_page(console, visit, form)
@@ -280,6 +390,23 @@ async def change_settings(console: Console, visit: Visit) -> Response:
     except REFUSALS as error:
         return await _form_page(console, visit, form, error)
     return redirect(visit, link("queues", spec.name, did="changed", count=len(changes)))
+
+
+def try_filter(broker: Broker, where: Filter) -> tuple[int, list[LogRecord]]:
+    """Try a filter on the newest messages of the log: how many there are, and those it takes."""
+    stats = broker.log_stats()
+    newest: list[LogRecord] = []
+    for log in range(stats.logs):
+        begin = max(stats.earliest, stats.end - limits.CONSOLE_LOG_SAMPLE)
+        while begin < stats.end:
+            # A page ends where filters have changed.
+            page = broker.read_log(log, begin=begin, limit=limits.CONSOLE_LOG_SAMPLE)
+            newest += page.records
+            if page.cursor.end <= begin:
+                break
+            begin = page.cursor.end
+    newest.sort(key=lambda record: -record.message_id)
+    return len(newest), [record for record in newest if where.matches(row_of(record))]
 
 
 async def check_filter(console: Console, visit: Visit) -> Response:
@@ -303,7 +430,7 @@ async def _check_filter(console: Console, visit: Visit, text: str) -> dict[str, 
     looked, matches = 0, None
     # The log has messages of all queues.
     if visit.may_see():
-        looked, matches = await console.look(lambda broker: reads.try_filter(broker, compiled))
+        looked, matches = await console.look(lambda broker: try_filter(broker, compiled))
     values = {"looked": looked, "matches": matches, "shown": MATCHES_SHOWN}
     return {"checked": text, "wrong": None, **values}
 
@@ -312,22 +439,22 @@ async def delete(console: Console, visit: Visit) -> Response:
     """Delete a queue whose name was typed; or drain it, and it goes once it is empty."""
     queue, drain = visit.queue, "drain" in visit.form
     if visit.form.get("name", "").strip() != queue:
-        spec = await console.look(lambda broker: broker.queue(queue))
+        form = write_settings(await _spec_of(console, visit))
         error = InvalidInput("that is not the name of this queue: it was not deleted")
-        return await _form_page(console, visit, write_settings(spec), error)
+        return await _form_page(console, visit, form, error)
     await console.change(visit, lambda broker: broker.delete_queue(queue, drain=drain))
     return redirect(visit, link(""))
 
 
 ROUTES: Final = [
-    Route("GET", "/create", ANY_KEY, create_page),
+    Route("GET", "/create", ANY_KEY, settings_page),
     Route("POST", "/create", ANY_KEY, create),
     Route("POST", "/filter", ANY_KEY, check_filter),
-    Route("GET", "/queues/{queue}", SEE_QUEUE, queue_page),
-    Route("GET", "/queues/{queue}/live", SEE_QUEUE, queue_live),
-    Route("GET", "/queues/{queue}/groups", SEE_QUEUE, groups),
-    Route("GET", "/queues/{queue}/consumers", SEE_QUEUE, consumers),
-    Route("GET", "/queues/{queue}/settings", SEE_QUEUE, settings_page),
-    Route("POST", "/queues/{queue}/settings", CHANGE_QUEUE, change_settings),
-    Route("POST", "/queues/{queue}/delete", CHANGE_QUEUE, delete),
+    Route("GET", "/queues/{queue}", SEE, queue_page),
+    Route("GET", "/queues/{queue}/live", SEE, queue_live),
+    Route("GET", "/queues/{queue}/groups", SEE, shares_page),
+    Route("GET", "/queues/{queue}/consumers", SEE, shares_page),
+    Route("GET", "/queues/{queue}/settings", SEE, settings_page),
+    Route("POST", "/queues/{queue}/settings", CHANGE, change_settings),
+    Route("POST", "/queues/{queue}/delete", CHANGE, delete),
 ]

@@ -1,4 +1,4 @@
-// The few things that pages do by themselves: light or dark, live numbers, confirmations.
+// The few things that pages do by themselves: light or dark, and live numbers.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -52,9 +52,4 @@
   document.addEventListener("htmx:afterSettle", listen);
   // A page that nobody sees asks for nothing.
   document.addEventListener("visibilitychange", listen);
-  // A form with data-confirm asks before it is sent.
-  document.addEventListener("submit", (event) => {
-    const text = event.target.dataset.confirm;
-    if (text && !confirm(text)) event.preventDefault();
-  });
 })();
