@@ -7,7 +7,8 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.server.connections import Connections
-from penstock.server.http import HttpBounds, HttpConnection, Request, Response
+from penstock.server.http import HttpBounds, Request, Response
+from penstock.server.http_connection import HttpConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

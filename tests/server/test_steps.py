@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import pytest
 
-from penstock.server.steps import Steps, begin
+from penstock.server.http import Steps, begin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

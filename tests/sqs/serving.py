@@ -14,13 +14,14 @@ from botocore.config import Config
 import penstock
 from penstock.clock import SystemClock
 from penstock.server.batcher import Batcher
-from penstock.server.http import Handler, Http, HttpBounds
+from penstock.server.http_connection import Http
 from penstock.server.sqs import SqsOptions, SqsService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.broker.broker import Broker
+    from penstock.server.http import Handler, HttpBounds
     from penstock.server.keys import Keys
     from penstock.server.metrics import Metrics
 

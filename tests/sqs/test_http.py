@@ -21,7 +21,8 @@ from tests.waiting import wait_until
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.server.http import Answering, Handler, Http, HttpBounds, Request, Response
+from penstock.server.http import Answering, Handler, HttpBounds, Request, Response
+from penstock.server.http_connection import Http
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,115 +1,139 @@
-"""The HTTP listener that SQS, the pages for operators and the console share.
+"""Requests and answers of HTTP, and how a handler runs.
 
-One timer for all connections checks their deadlines, so that an idle one costs nothing.
+A handler is a coroutine that is run from one future to the next, without a task. A task begins in
+the next turn of the loop, is registered by a weak reference, and copies a context: more work than
+most of a short request's own. A coroutine that is run here begins at once, and must not ask for the
+current task, as :func:`asyncio.timeout` does. The listener is in
+:mod:`penstock.server.http_connection`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING
+from asyncio import CancelledError, get_running_loop
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from math import inf
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from penstock.server.connections import Listener
-from penstock.server.http_connection import (
-    Answering,
-    Handler,
-    HttpBounds,
-    HttpConnection,
-    Request,
-    Response,
-)
+from penstock import limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from ssl import SSLContext
+    from asyncio import Future
 
-    from penstock.server.connections import Connections, Slot
-
-__all__ = ["Answering", "Handler", "Http", "HttpBounds", "HttpConnection", "Request", "Response"]
+T = TypeVar("T")
 
 
-class Http(Listener):
-    """A listener: hands requests to the handler of their method and path, or to the fallback.
+class Request(msgspec.Struct, gc=False):
+    """A request that has come in whole. Header names are in lower case.
 
-    ``tree`` is a prefix of paths, and the handler of all requests below it. A ``guard`` is given
-    the headers of any request before that, and may say why it is refused.
+    ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
+    queue for it. A handler that waits sets ``on_left`` as a callback, and must set it back.
+    ``due``: when the handler wants to be cancelled, by the loop's time; then ``late`` is set.
+    ``waited_s``: how long it has waited for messages.
     """
 
-    protocol = "http"
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+    peer: str
+    secure: bool = False
+    left: bool = False
+    on_left: Callable[[], object] | None = None
+    due: float = inf
+    late: bool = False
+    waited_s: float = 0.0
+    # The service calls it once it knows the sender: by a key, or since there are none.
+    trust: Callable[[], None] = lambda: None
+    # For the connection: whether it is of HTTP/1.0, whether the connection outlives it, and the
+    # bytes that it takes.
+    old: bool = False
+    keep: bool = True
+    size: int = 0
 
-    def __init__(
-        self,
-        routes: Mapping[tuple[str, str], Handler],
-        fallback: Handler,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        tls: SSLContext | None = None,
-        bounds: HttpBounds | None = None,
-        slots: Connections | None = None,
-        guard: Callable[[Mapping[str, str]], str | None] | None = None,
-        tree: tuple[str, Handler] | None = None,
-    ) -> None:
-        super().__init__(host, port, tls=tls, slots=slots)
-        self.bounds = bounds or HttpBounds()
-        self.handshake_seconds = self.bounds.first_byte_ms / 1000
-        _, *deadlines_ms = msgspec.structs.astuple(self.bounds)
-        self._check_seconds = min(0.5, min(deadlines_ms) / 4000)
-        self.secure = tls is not None
-        self._routes = routes
-        self._fallback = fallback
-        self._guard = guard
-        self._tree = tree
-        self._timer: asyncio.TimerHandle | None = None
-        self._empty = asyncio.Event()
-        self.stopping = False
 
-    def make_connection(self, slot: Slot) -> HttpConnection:
-        """Make the connection that has a slot."""
-        return HttpConnection(self, asyncio.get_running_loop(), slot)
+class Response(msgspec.Struct):
+    """An answer. Content-Length and Connection are seen to by the protocol.
 
-    async def start(self) -> None:
-        """Bind, and accept connections from now on."""
-        await super().start()
-        self._check()
+    Parts of a ``stream`` follow the body until it ends, which ends the connection. A client that
+    reads too slowly misses parts.
+    """
 
-    async def stop(self, grace_ms: int) -> None:
-        """Accept no more, answer requests for up to ``grace_ms``, then close."""
-        self.stopping = True
-        self.close()
-        for connection in list(self.connections):
-            connection.finish()
-        if self.connections:
-            self._empty.clear()
-            try:
-                await asyncio.wait_for(self._empty.wait(), grace_ms / 1000)
-            except TimeoutError:
-                for connection in list(self.connections):
-                    connection.abort()
-        if self._timer is not None:
-            self._timer.cancel()
+    status: int = 200
+    body: bytes = b""
+    content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[tuple[str, str], ...] = ()
+    stream: AsyncGenerator[bytes, None] | None = None
 
-    def handle(self, request: Request) -> Answering:
-        """Answer a request; the handler of GET answers HEAD too."""
-        why = None if self._guard is None else self._guard(request.headers)
-        if why is not None:
-            return Response(403, f"{why}\n".encode())
-        if self._tree is not None and request.path.startswith(self._tree[0]):
-            return self._tree[1](request)
-        key = ("GET" if request.method == "HEAD" else request.method, request.path)
-        return self._routes.get(key, self._fallback)(request)
 
-    def forget(self, connection: HttpConnection) -> None:
-        """Remove a connection that has ended."""
-        self.connections.discard(connection)
-        if not self.connections:
-            self._empty.set()
+Answering: TypeAlias = Response | Coroutine[Any, Any, Response]
+Handler: TypeAlias = Callable[[Request], Answering]
 
-    def _check(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for connection in list(self.connections):
-            if connection.deadline <= now:
-                connection.overdue()
-        self._timer = loop.call_later(self._check_seconds, self._check)
+
+class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of a listener."""
+
+    body_bytes: int = limits.HTTP_MAX_BODY_BYTES
+    first_byte_ms: int = limits.HTTP_FIRST_BYTE_MS
+    request_ms: int = limits.HTTP_REQUEST_MS
+    idle_ms: int = limits.HTTP_IDLE_MS
+    stalled_write_ms: int = limits.HTTP_STALLED_WRITE_MS
+
+
+class Steps(Generic[T]):
+    """A coroutine that waits for a future; ``on_end`` gets its result, or the error."""
+
+    __slots__ = ("_coroutine", "_error", "_future", "on_end")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], waited_for: Any) -> None:
+        """``waited_for``: what the coroutine waits for first."""
+        self._coroutine = coroutine
+        # Raised in the coroutine by its next step.
+        self._error: BaseException | None = None
+        self.on_end: Callable[[T | None, BaseException | None], None] = lambda *_: None
+        self._wait(waited_for)
+
+    def cancel(self) -> None:
+        """Cancel the future that the coroutine waits for; if it is done, raise in its place."""
+        if not self._future.cancel():
+            self._error = CancelledError()
+
+    def _wait(self, waited_for: Any) -> None:
+        # A future says so once, as it does to a task.
+        if getattr(waited_for, "_asyncio_future_blocking", False):
+            waited_for._asyncio_future_blocking = False  # noqa: SLF001
+        else:
+            if waited_for is not None:
+                text = f"a coroutine waits for {waited_for!r:.100}, which is no future"
+                self._error = RuntimeError(text)
+            # For nothing: asyncio.sleep(0) lets others go first.
+            waited_for = get_running_loop().create_future()
+            waited_for.set_result(None)
+        self._future: Future[Any] = waited_for
+        waited_for.add_done_callback(self._go_on)
+
+    def _go_on(self, _: Future[Any]) -> None:
+        try:
+            if self._error is not None:
+                error, self._error = self._error, None
+                waited_for = self._coroutine.throw(error)
+            else:
+                waited_for = self._coroutine.send(None)
+        except StopIteration as end:
+            self.on_end(end.value, None)
+        except BaseException as error:
+            self.on_end(None, error)
+        else:
+            self._wait(waited_for)
+
+
+def begin(coroutine: Coroutine[Any, Any, T]) -> T | Steps[T]:
+    """Run a coroutine until it waits for a future; return its result if it need not wait."""
+    try:
+        waited_for = coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    return Steps(coroutine, waited_for)

@@ -1,8 +1,8 @@
-"""HTTP/1.1: a thin protocol on httptools, with its requests and answers.
+"""HTTP/1.1, a thin protocol on httptools, and its listener: SQS, console and operators share it.
 
 A connection answers one request at a time; requests that are pipelined behind it wait, bounded, and
-are answered in order. Bad input is answered once, and the connection closed. The listener is in
-:mod:`penstock.server.http`.
+are answered in order. Bad input is answered once, and the connection closed. One timer for all
+connections checks their deadlines, so that an idle one costs nothing.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from functools import lru_cache, partial
 from http import HTTPStatus
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
 from penstock import limits
-from penstock.server.steps import Steps, begin
+from penstock.server.connections import Listener
+from penstock.server.http import HttpBounds, Request, Response, Steps, begin
 
 if TYPE_CHECKING:
-    from penstock.server.connections import Slot
-    from penstock.server.http import Http
+    from collections.abc import AsyncGenerator, Callable, Mapping
+    from ssl import SSLContext
+
+    from penstock.server.connections import Connections, Slot
+    from penstock.server.http import Answering, Handler
 
 log = logging.getLogger(__name__)
 
@@ -35,99 +38,23 @@ _LINGER_MS: Final = 2_000
 _MAX_HEAD_BYTES: Final = limits.HTTP_MAX_HEADERS_BYTES + limits.HTTP_MAX_REQUEST_LINE_BYTES
 # Bytes that a header takes in memory beside its own.
 _HEADER_BYTES: Final = 200
-# Names of headers as clients write them, which send the same few over and over.
-_NAMES: Final = {
-    written.encode(): name
-    for name in (
-        *("accept", "accept-encoding", "amz-sdk-invocation-id", "amz-sdk-request", "authorization"),
-        *("connection", "content-length", "content-type", "host", "user-agent", "x-amz-date"),
-        *("x-amz-content-sha256", "x-amz-security-token", "x-amz-target", "x-amzn-query-mode"),
-    )
-    for written in (name, name.title())
-}
-_PHRASES: Final = {status.value: status.phrase for status in HTTPStatus}
+_FAILED: Final = Response(500, b"internal error\n")
+
+
+@lru_cache(maxsize=200)
+def _header_name(written: bytes) -> str:
+    """Return a header's name in lower case; clients send the same few over and over."""
+    return written.decode("latin-1").lower()
 
 
 @lru_cache(maxsize=100)
 def _first_lines(status: int, content_type: str) -> str:
     """Return the lines of an answer's head that most answers share."""
-    return f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\nContent-Type: {content_type}\r\n"
-
-
-def _nothing() -> None:
-    pass
-
-
-class Request(msgspec.Struct, gc=False):
-    """A request that has come in whole. Header names are in lower case.
-
-    ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
-    queue for it. A handler that waits sets ``on_left`` as a callback, and must set it back.
-    ``due``: when the handler wants to be cancelled, by the loop's time; then ``late`` is set.
-    ``waited_s``: how long it has waited for messages.
-    """
-
-    method: str
-    path: str
-    query: str
-    headers: dict[str, str]
-    body: bytes
-    peer: str
-    secure: bool = False
-    left: bool = False
-    on_left: Callable[[], object] | None = None
-    due: float = inf
-    late: bool = False
-    waited_s: float = 0.0
-    # The service calls it once it knows the sender: by a key, or since there are none.
-    trust: Callable[[], None] = _nothing
-    # For the connection: whether it is of HTTP/1.0, whether the connection outlives it, and the
-    # bytes that it takes.
-    old: bool = False
-    keep: bool = True
-    size: int = 0
-
-
-class Response(msgspec.Struct):
-    """An answer. Content-Length and Connection are seen to by the protocol.
-
-    Parts of a ``stream`` follow the body until it ends, which ends the connection. A client that
-    reads too slowly misses parts.
-    """
-
-    status: int = 200
-    body: bytes = b""
-    content_type: str = "text/plain; charset=utf-8"
-    headers: tuple[tuple[str, str], ...] = ()
-    stream: AsyncGenerator[bytes, None] | None = None
-
-
-_FAILED: Final = Response(500, b"internal error\n")
-# A coroutine runs without a task: see penstock.server.steps.
-Answering: TypeAlias = Response | Coroutine[Any, Any, Response]
-Handler: TypeAlias = Callable[[Request], Answering]
-
-
-class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds of a listener."""
-
-    body_bytes: int = limits.HTTP_MAX_BODY_BYTES
-    first_byte_ms: int = limits.HTTP_FIRST_BYTE_MS
-    request_ms: int = limits.HTTP_REQUEST_MS
-    idle_ms: int = limits.HTTP_IDLE_MS
-    stalled_write_ms: int = limits.HTTP_STALLED_WRITE_MS
+    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
 
 
 class HttpConnection(asyncio.Protocol):
     """One client. The callbacks that start with ``on_`` are the parser's."""
-
-    __slots__ = (
-        "_answering", "_asked", "_body", "_close_after", "_head_fed", "_headers",
-        "_held_bytes", "_http", "_in_head", "_in_request", "_loop", "_old", "_parser",
-        "_pending", "_read_paused", "_refusal", "_request_bytes", "_shut", "_slot",
-        "_streaming", "_transport", "_unfed", "_unparsed", "_unparsed_method",
-        "_unsent_bytes", "_upgrade", "_url", "_write_paused", "deadline",
-    )  # fmt: skip
 
     def __init__(self, http: Http, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
         self._http = http
@@ -154,7 +81,7 @@ class HttpConnection(asyncio.Protocol):
         # By its head: whether it is of HTTP/1.0, and whether it offers another protocol.
         self._old = self._upgrade = False
         self._head_fed = 0
-        self._body: bytes | bytearray = b""
+        self._body = bytearray()
         self._in_request = False
         self._in_head = True
         self._refusal: tuple[int, str] | None = None
@@ -194,8 +121,8 @@ class HttpConnection(asyncio.Protocol):
     def _drop_input(self) -> None:
         """Drop everything that has come."""
         self._pending.clear()
-        self._unfed = self._body = self._url = b""
-        self._headers = {}
+        self._unfed = self._url = b""
+        self._body, self._headers = bytearray(), {}
         self._held(-self._held_bytes)
 
     def _held(self, more: int) -> bool:
@@ -275,7 +202,7 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; of one that comes twice, the values are joined."""
         headers = self._headers
-        key = _NAMES.get(name) or name.decode("latin-1").lower()
+        key = _header_name(name)
         text = value.decode("latin-1")
         headers[key] = f"{headers[key]},{text}" if key in headers else text
 
@@ -312,12 +239,7 @@ class HttpConnection(asyncio.Protocol):
         if len(self._body) + len(part) > self._http.bounds.body_bytes:
             self._refuse_later(413, f"a body has at most {self._http.bounds.body_bytes} bytes")
         elif self._refusal is None:
-            if not self._body:
-                self._body = part
-            elif isinstance(self._body, bytearray):
-                self._body += part
-            else:
-                self._body = bytearray(self._body) + part
+            self._body += part
 
     def on_message_complete(self) -> None:
         """Take a request that is whole, but for a body that the parser leaves to others."""
@@ -355,7 +277,7 @@ class HttpConnection(asyncio.Protocol):
             bytes(self._body),
             self._slot.address,
             self._http.secure,
-            trust=_nothing if self._slot.known else partial(self._http.slots.trust, self._slot),
+            trust=partial(self._http.slots.trust, self._slot),
             old=self._old,
             keep=keep,
             size=self._request_bytes + _HEADER_BYTES * len(self._headers),
@@ -365,7 +287,7 @@ class HttpConnection(asyncio.Protocol):
         self._request_bytes = 0
         self._pending.append(request)
         # From here on it is the request's alone, and goes when that is answered.
-        self._body, self._headers, self._url = b"", {}, b""
+        self._body, self._headers, self._url = bytearray(), {}, b""
 
     def _feed(self, data: bytes) -> None:
         at, size = 0, len(data)
@@ -575,3 +497,89 @@ class HttpConnection(asyncio.Protocol):
 
     def _due_in(self, ms: int) -> None:
         self.deadline = self._loop.time() + ms / 1000
+
+
+class Http(Listener):
+    """A listener: hands requests to the handler of their method and path, or to the fallback.
+
+    ``tree`` is a prefix of paths, and the handler of all requests below it. A ``guard`` is given
+    the headers of any request before that, and may say why it is refused.
+    """
+
+    protocol = "http"
+
+    def __init__(
+        self,
+        routes: Mapping[tuple[str, str], Handler],
+        fallback: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: SSLContext | None = None,
+        bounds: HttpBounds | None = None,
+        slots: Connections | None = None,
+        guard: Callable[[Mapping[str, str]], str | None] | None = None,
+        tree: tuple[str, Handler] | None = None,
+    ) -> None:
+        super().__init__(host, port, tls=tls, slots=slots)
+        self.bounds = bounds or HttpBounds()
+        self.handshake_seconds = self.bounds.first_byte_ms / 1000
+        _, *deadlines_ms = msgspec.structs.astuple(self.bounds)
+        self._check_seconds = min(0.5, min(deadlines_ms) / 4000)
+        self.secure = tls is not None
+        self._routes = routes
+        self._fallback = fallback
+        self._guard = guard
+        self._tree = tree
+        self._timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self.stopping = False
+
+    def make_connection(self, slot: Slot) -> HttpConnection:
+        """Make the connection that has a slot."""
+        return HttpConnection(self, asyncio.get_running_loop(), slot)
+
+    async def start(self) -> None:
+        """Bind, and accept connections from now on."""
+        await super().start()
+        self._check()
+
+    async def stop(self, grace_ms: int) -> None:
+        """Accept no more, answer requests for up to ``grace_ms``, then close."""
+        self.stopping = True
+        self.close()
+        for connection in list(self.connections):
+            connection.finish()
+        if self.connections:
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), grace_ms / 1000)
+            except TimeoutError:
+                for connection in list(self.connections):
+                    connection.abort()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def handle(self, request: Request) -> Answering:
+        """Answer a request; the handler of GET answers HEAD too."""
+        why = None if self._guard is None else self._guard(request.headers)
+        if why is not None:
+            return Response(403, f"{why}\n".encode())
+        if self._tree is not None and request.path.startswith(self._tree[0]):
+            return self._tree[1](request)
+        key = ("GET" if request.method == "HEAD" else request.method, request.path)
+        return self._routes.get(key, self._fallback)(request)
+
+    def forget(self, connection: HttpConnection) -> None:
+        """Remove a connection that has ended."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._empty.set()
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self.connections):
+            if connection.deadline <= now:
+                connection.overdue()
+        self._timer = loop.call_later(self._check_seconds, self._check)

@@ -401,7 +401,8 @@ async def _look(how: Callable[[], int]) -> int | None:
 async def _standby_pages(config: Config) -> AsyncIterator[dict[str, list[socket.socket]]]:
     """Answer /health, /ready and /metrics where there will be pages; give the sockets, by name."""
     from penstock.server.admin import Standby  # noqa: PLC0415 - needs an extra
-    from penstock.server.http import Http, Response  # noqa: PLC0415
+    from penstock.server.http import Response  # noqa: PLC0415
+    from penstock.server.http_connection import Http  # noqa: PLC0415
 
     loop, standby = asyncio.get_running_loop(), Standby(config)
     loop.add_signal_handler(signal.SIGHUP, standby.reload)

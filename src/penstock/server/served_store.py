@@ -266,7 +266,8 @@ def _native(server: Server, host: str, port: int) -> Listener:
 
 def _http(server: Server, host: str, port: int) -> Listener:
     from penstock.server import admin  # noqa: PLC0415
-    from penstock.server.http import Http, HttpBounds  # noqa: PLC0415
+    from penstock.server.http import HttpBounds  # noqa: PLC0415
+    from penstock.server.http_connection import Http  # noqa: PLC0415
     from penstock.server.sqs import SqsOptions, SqsService  # noqa: PLC0415
 
     config = server.config
@@ -317,7 +318,8 @@ def _make_console(server: Server) -> Console:
 
 
 def _console(server: Server, host: str, port: int) -> Listener:
-    from penstock.server.http import Http, Response  # noqa: PLC0415
+    from penstock.server.http import Response  # noqa: PLC0415
+    from penstock.server.http_connection import Http  # noqa: PLC0415
 
     console = _make_console(server)
     return Http(
@@ -334,7 +336,8 @@ def _console(server: Server, host: str, port: int) -> Listener:
 
 def _ops(server: Server, host: str, port: int) -> Listener:
     from penstock.server import admin  # noqa: PLC0415
-    from penstock.server.http import Http, Response  # noqa: PLC0415
+    from penstock.server.http import Response  # noqa: PLC0415
+    from penstock.server.http_connection import Http  # noqa: PLC0415
 
     # With connections of its own: a server that is full of others is alive.
     slots = Connections(limits.MAX_OPS_CONNECTIONS, turned_away=server.metrics.refused)

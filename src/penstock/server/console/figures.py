@@ -82,9 +82,9 @@ class QueueFigures(msgspec.Struct, eq=False):
 def totals_of(figures: Iterable[QueueFigures]) -> dict[str, float]:
     """Sum the figures of some queues."""
     known = list(figures)
-    sums: dict[str, float] = {"queues": len(known)}
-    sums |= {name: sum(getattr(each.stats, name) for each in known) for name in COUNTS}
-    return sums | {
+    return {
+        "queues": len(known),
+        **{name: sum(getattr(each.stats, name) for each in known) for name in COUNTS},
         "came": sum(each.came or 0 for each in known),
         "done": sum(each.done or 0 for each in known),
     }
@@ -107,7 +107,7 @@ class Figures:
         self.published, self.waiting = History(), History()
         self._published = (0.0, -1)
         self._looked = self._list_at = -math.inf
-        self._histories = self._next_idle = 0
+        self._histories = self._next = 0
         self._read, self._wake, self._stopped = (threading.Event() for _ in range(3))
 
     def start(self) -> None:
@@ -166,10 +166,8 @@ class Figures:
             try:
                 if healthy(self._broker):
                     self._sample_store()
-                    if watched:
-                        self._pass()
-                    elif not self._far:
-                        self._sample_queues()
+                    if watched or not self._far:
+                        self._read_queues(watched=watched)
             except PenstockError as error:
                 log.debug("no figures: %s", error)
             except Exception:
@@ -197,38 +195,31 @@ class Figures:
         except (QueueNotFound, StoreDamaged):
             self._forget(name)
 
-    def _end_pass(self) -> None:
-        self.complete, self.totals = True, totals_of(list(self.queues.values()))
-        depth = sum(self.totals[name] for name in ("available", "delayed", "in_flight"))
-        self.waiting.put(self.minute, depth)
+    def _read_queues(self, *, watched: bool) -> None:
+        """Ask about every queue, a slice of them at a time.
 
-    def _pass(self) -> None:
-        """Ask about every queue, a slice of them at a time."""
-        first = not self._read.is_set()
+        While nobody looks, about as many as there is time for, and about the next ones next time.
+        """
+        first = watched and not self._read.is_set()
         eager_until = self._seconds() + (_EAGER_SECONDS if first else 0)
-        self._list(_LIST_PAUSE)
-        begin = self._seconds()
-        for name in self.names:
-            self._ask(name)
+        self._list(_LIST_PAUSE if watched else _IDLE_LIST_PAUSE)
+        begin, count = self._seconds(), len(self.names)
+        for at in range(count):
+            self._ask(self.names[(self._next + at) % count])
             now = self._seconds()
-            if now >= max(begin + _SLICE_SECONDS, eager_until):
+            if not watched and now > begin + _IDLE_WORK_SECONDS:
+                self._next = (self._next + at + 1) % count
+                return
+            if watched and now >= max(begin + _SLICE_SECONDS, eager_until):
                 worked = now - max(begin, eager_until)
                 if self._stopped.wait(worked * (_FIRST_PAUSE if first else _PAUSE)):
                     return
                 begin = self._seconds()
-        self._end_pass()
-        self._read.set()
-
-    def _sample_queues(self) -> None:
-        """Ask about as many queues as there is time for, and about the next ones next time."""
-        self._list(_IDLE_LIST_PAUSE)
-        until = self._seconds() + _IDLE_WORK_SECONDS
-        for at in range(len(self.names)):
-            self._ask(self.names[(self._next_idle + at) % len(self.names)])
-            if self._seconds() > until or self._stopped.is_set():
-                self._next_idle = (self._next_idle + at + 1) % len(self.names)
-                return
-        self._end_pass()
+        self.complete, self.totals = True, totals_of(list(self.queues.values()))
+        depth = sum(self.totals[name] for name in ("available", "delayed", "in_flight"))
+        self.waiting.put(self.minute, depth)
+        if watched:
+            self._read.set()
 
     def _sample_store(self) -> None:
         now, count = self._seconds(), self._broker.store_stats().published_total

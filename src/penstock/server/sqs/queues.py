@@ -282,14 +282,11 @@ class MoveTask(msgspec.Struct, kw_only=True):
 async def start_move(call: SqsCall, request: SqsRequest) -> Answer:
     """Begin to move messages of a dead letter queue."""
     sqs = call.sqs
-    source = _source_of(call, request)
+    source, specs = await _source_of(call, request)
     destination = ""
     if request.destination_arn:
-        destination = _named(request.destination_arn, "DestinationArn")
+        destination = _name_in(request.destination_arn, "DestinationArn")
         check_target(call.principal, destination)
-    specs = await sqs.queues.specs()
-    _check_there(specs, source, "SourceArn")
-    if destination:
         _check_there(specs, destination, "DestinationArn")
     rate = request.max_number_of_messages_per_second
     if rate is not None:
@@ -342,8 +339,7 @@ async def cancel_move(call: SqsCall, request: SqsRequest) -> Answer:
 
 async def list_moves(call: SqsCall, request: SqsRequest) -> Answer:
     """List the moves out of a queue, the latest first."""
-    source = _source_of(call, request)
-    _check_there(await call.sqs.queues.specs(), source, "SourceArn")
+    source, _ = await _source_of(call, request)
     count = 1 if request.max_results is None else request.max_results
     check_range(count, "MaxResults", 1, 10)
     found = [each for each in call.sqs.moves.values() if each.source == source]
@@ -369,13 +365,16 @@ def _shown(sqs: SqsService, task: MoveTask) -> Answer:
     return shown
 
 
-def _source_of(call: SqsCall, request: SqsRequest) -> str:
-    source = _named(request.source_arn, "SourceArn")
+async def _source_of(call: SqsCall, request: SqsRequest) -> tuple[str, dict[str, QueueSpec]]:
+    """Return the queue that messages are moved out of, and the specs of all queues."""
+    source = _name_in(request.source_arn, "SourceArn")
     call.principal.check("admin", source)
-    return source
+    specs = await call.sqs.queues.specs()
+    _check_there(specs, source, "SourceArn")
+    return source, specs
 
 
-def _named(arn: str | None, parameter: str) -> str:
+def _name_in(arn: str | None, parameter: str) -> str:
     """Return the name in an ARN, whether or not there is such a queue."""
     if not arn:
         raise SqsFault.missing(parameter)
