@@ -64,7 +64,7 @@ def test_spark_lines_are_inside_of_their_drawing() -> None:
         (shown.duration(3_600_000), "1 h"),
         (shown.duration(90_000_000), "1 d 1 h"),
         (shown.size(None), "–"),
-        (shown.size(512), "512 B"),
+        (shown.size(512), "512 Bytes"),
         (shown.size(3 << 30), "3.0 GiB"),
         (shown.size(5 << 40), "5.0 TiB"),
         (shown.moment(0), "1970-01-01 00:00:00 UTC"),

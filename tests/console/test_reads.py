@@ -14,7 +14,8 @@ from penstock.filters import parse
 from penstock.limits import CONSOLE_LOG_SAMPLE, CONSOLE_MAX_SCAN, MAX_PLACES
 from penstock.model import State
 from penstock.server.console.messages import find_message
-from penstock.server.console.queues import reasons, scan, shares, try_filter
+from penstock.server.console.queues import grouped, reason_key, scan, shares, try_filter
+from penstock.server.console.visits import NoSuchPage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,11 +94,12 @@ def test_failed_messages_by_reason(broker: Broker, clock: ManualClock) -> None:
         broker.send("q", b"x")
         broker.release([each.receipt for each in broker.claim("q")], reason=reason)
         clock.advance(1_000)
-    found = reasons(scan(broker, "q", State.FAILED).entries)
-    counts = [(each.text, each.count) for each in found]
+    found = grouped(scan(broker, "q", State.FAILED).entries, lambda entry: entry.reason)
+    counts = [(text, len(entries)) for text, entries in found]
     assert counts == [("no", 3), ("never", 1), ("released 1 times", 1)]
-    assert (found[0].first_ms, found[0].last_ms) == (began_ms, began_ms + 4_000)
-    assert len({each.key for each in found}) == 3
+    ended_ms = [entry.ended_at_ms or 0 for entry in found[0][1]]
+    assert (min(ended_ms), max(ended_ms)) == (began_ms, began_ms + 4_000)
+    assert len({reason_key(text) for text, _ in found}) == 3
 
 
 def test_groups_that_wait_and_consumers_that_hold(broker: Broker, clock: ManualClock) -> None:
@@ -129,9 +131,9 @@ def test_a_message_in_all_its_queues(broker: Broker, clock: ManualClock) -> None
     clock.advance(1)
     broker.sweep()
     broker.ack([each.receipt for each in broker.claim("b", consumer="bob")])
-    here, found = find_message(broker, "b", message_id, everywhere)
-    assert here is not None
-    assert (here.payload, here.state) == (b"xxxxx", State.DONE)
+    found = find_message(broker, "b", message_id, everywhere)
+    assert found.here is not None
+    assert (found.here.payload, found.here.state) == (b"xxxxx", State.DONE)
     states = {place.entry.queue: place.entry.state for place in found.places}
     assert states == {"b": State.DONE, "dead": State.AVAILABLE}
     tried = {
@@ -139,18 +141,18 @@ def test_a_message_in_all_its_queues(broker: Broker, clock: ManualClock) -> None
     }
     assert tried == {"b": ["bob"], "dead": ["ann"]}
     assert found.takers == ["a", "b"]
-    assert (found.looked, found.queues) == (4, 4)
+    assert (found.why.looked, found.why.queues) == (4, 4)
 
-    here, found = find_message(broker, "c", message_id, lambda name: name in {"c", "b"})
-    assert here is None
+    found = find_message(broker, "c", message_id, lambda name: name in {"c", "b"})
+    assert found.here is None
     assert [place.entry.queue for place in found.places] == ["b"]
     assert found.takers == ["b"]
     # A visitor who may not see the log learns nothing of a message that its queues do not have.
-    _, found = find_message(broker, "c", message_id, lambda name: name == "c")
-    assert (found.row, found.places, found.takers) == (None, [], [])
+    with pytest.raises(NoSuchPage):
+        find_message(broker, "c", message_id, lambda name: name == "c")
     for unknown in (message_id + 1, (1 << 64) - 1):
-        _, found = find_message(broker, "a", unknown, everywhere)
-        assert found.row is None
+        with pytest.raises(NoSuchPage):
+            find_message(broker, "a", unknown, everywhere)
     with pytest.raises(QueueNotFound):
         find_message(broker, "z", message_id, everywhere)
 
@@ -172,7 +174,7 @@ def test_a_message_among_many_queues() -> None:
         for number in range(1_000):
             broker.create_queue(f"q{number}", filter=f"kind = 'book' AND number = {number % 500}")
         (message_id,) = broker.publish([book(321)])
-        here, found = find_message(broker, "q7", message_id, everywhere)
-    assert here is None
+        found = find_message(broker, "q7", message_id, everywhere)
+    assert found.here is None
     assert [place.entry.queue for place in found.places] == ["q321", "q821"]
-    assert (found.looked, found.queues) == (MAX_PLACES, 1_000)
+    assert (found.why.looked, found.why.queues) == (MAX_PLACES, 1_000)

@@ -13,8 +13,8 @@ from penstock.clock import SystemClock
 from penstock.server.batcher import Batcher
 from penstock.server.http import Request
 from penstock.server.security import ANYONE
-from penstock.server.sqs import OPERATIONS, SqsCall, SqsService
-from penstock.server.sqs.messages import ReceiveAttempts, receive
+from penstock.server.sqs import OPERATIONS, ReceiveAttempts, SqsCall, SqsService
+from penstock.server.sqs.messages import receive
 from penstock.wire.sqs.protocol import SqsEntry, SqsRequest
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import mimetypes
 from contextlib import suppress
+from hmac import compare_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
@@ -89,9 +90,10 @@ class Console:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._compiled: Future[None] | None = None
+        self._compiled: Future[Any] | None = None
         self._templates.filters.update(FILTERS)
-        self._templates.globals.update(console=self, asset=assets.__getitem__, link=visits.link)
+        shared = {"link": visits.link, "reason_key": queues.reason_key}
+        self._templates.globals.update(console=self, asset=assets.__getitem__, **shared)
 
     def start(self) -> None:
         """Begin to sample figures; templates are compiled soon, or for the first visitor."""
@@ -99,15 +101,12 @@ class Console:
         timer = asyncio.get_running_loop().call_later(_COMPILE_SECONDS, self._compile)
         self.server.closing += [self.figures.stop, timer.cancel]
 
-    def _compile(self) -> Future[None]:
+    def _compile(self) -> Future[Any]:
         """Compile the templates on a thread, which takes too long for the loop."""
         if self._compiled is None:
-            self._compiled = asyncio.ensure_future(asyncio.to_thread(self._load))
+            load = map(self._templates.get_template, self._templates.list_templates())
+            self._compiled = asyncio.ensure_future(asyncio.to_thread(list, load))
         return self._compiled
-
-    def _load(self) -> None:
-        for name in self._templates.list_templates():
-            self._templates.get_template(name)
 
     # --- for the pages -------------------------------------------------------------------------
 
@@ -228,7 +227,9 @@ class Console:
             host = request.headers.get("host", "")
             here = request.headers.get("origin", host).rpartition("/")[2] == host
             given = visit.form.get("csrf") or request.headers.get("x-csrf-token", "")
-            own = session is not None and session.has_made(given)
+            # A form of a page of this session carries the session's token.
+            token = given.encode("utf-8", "replace")
+            own = session is not None and compare_digest(token, session.csrf.encode())
             # A login has no session yet: for it the origin must do.
             if not here or not (own or route.actions is OPEN):
                 raise errors.NotAllowed(

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from jinja2.filters import do_filesizeformat
 
 from penstock import limits
 from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
@@ -268,13 +269,7 @@ def duration(ms: float | None) -> str:
 
 def size(count: float | None) -> str:
     """Write a number of bytes."""
-    if count is None:
-        return NOTHING
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return NOTHING if count is None else do_filesizeformat(count, binary=True)
 
 
 def moment(time_ms: int | None) -> str:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from penstock.broker.explain import likely_queues, row_of
+from penstock.broker.explain import row_of
 from penstock.errors import InvalidInput, QueueNotFound
 from penstock.filters import Row
-from penstock.limits import CONSOLE_PREVIEW_BYTES, MAX_PLACES
-from penstock.model import Attempt, Entry, State
+from penstock.limits import CONSOLE_PREVIEW_BYTES
+from penstock.model import Attempt, Entry, MessageExplanation, State
 from penstock.server.console.queues import read_search, read_state, scan
 from penstock.server.console.visits import (
     CHANGE,
@@ -110,41 +110,42 @@ class Place(msgspec.Struct):
 
 
 class Whereabouts(msgspec.Struct):
-    """A message in all its queues, as far as they were looked at.
+    """A message in the queue of the page, with its payload, and in all queues that have it.
 
-    ``row`` is None if neither a queue nor the log has the message. ``looked`` of ``queues`` queues
-    were looked at: those whose filters would take the message, and their dead letter queues, first.
+    ``takers`` are the queues whose filters would take it now.
     """
 
-    row: Row | None
+    here: Entry | None
+    row: Row
     places: list[Place]
     takers: list[str]
-    looked: int
-    queues: int
+    why: MessageExplanation
 
 
 def find_message(
-    broker: Broker, queue: str, message_id: int, may_see: Callable[[str | None], bool]
-) -> tuple[Entry | None, Whereabouts]:
-    """Find a message in a queue, with its payload, and in all queues that may be seen."""
+    broker: Broker,
+    queue: str,
+    message_id: int,
+    may_see: Callable[[str | None], bool],
+    asked: str = "",
+) -> Whereabouts:
+    """Find a message, and explain why it is, or is not, in a queue (the page's)."""
     here = next(iter(broker.browse(queue, message_id=message_id)), None)
-    # The log has messages of all queues.
-    record = here or (log_record(broker, message_id) if may_see(None) else None)
-    specs = {spec.name: spec for spec in broker.queues() if may_see(spec.name)}
-    row = None if record is None else row_of(record)
-    takers = [] if row is None else [name for name in broker.takers(row) if name in specs]
-    names = likely_queues(queue, takers, specs)
+    why = broker.explain_to(may_see, asked or queue, message_id)
     places = []
-    for name in names[:MAX_PLACES]:
+    for name in dict.fromkeys([queue, why.queue, *why.elsewhere]):
         # One that was deleted since has no place.
         with suppress(QueueNotFound):
             page = broker.browse(name, message_id=message_id, payloads=False)
             places += [Place(entry, broker.attempts(name, message_id)) for entry in page]
-    if row is None and places:
-        row = row_of(places[0].entry)
-        takers = [name for name in broker.takers(row) if name in specs]
-    looked = min(len(names), MAX_PLACES)
-    return here, Whereabouts(row, places, takers, looked, len(specs))
+    found = places[0].entry if places else None
+    # The log has messages of all queues.
+    record = found or (log_record(broker, message_id) if may_see(None) else None)
+    if record is None:
+        raise NoSuchPage(why.text)
+    row = row_of(record)
+    takers = [name for name in broker.takers(row) if may_see(name)]
+    return Whereabouts(here, row, places, takers, why)
 
 
 def log_record(broker: Broker, message_id: int) -> LogRecord | None:
@@ -160,7 +161,7 @@ def log_record(broker: Broker, message_id: int) -> LogRecord | None:
 
 def span(found: Whereabouts, now_ms: int) -> tuple[int, int]:
     """Return when the life of a message began, and when it ended in its queues, or now."""
-    begin_ms = now_ms if found.row is None else found.row.published_at_ms
+    begin_ms = found.row.published_at_ms
     ends = [place.entry.ended_at_ms or now_ms for place in found.places]
     return begin_ms, max([begin_ms + 1, *ends])
 
@@ -179,27 +180,14 @@ async def message_page(console: Console, visit: Visit) -> Response:
     if asked:
         visit.principal.check_any(SEE, asked)
     now_ms = console.server.clock.now_ms()
-
-    def read(broker: Broker) -> dict[str, Any]:
-        here, found = find_message(broker, queue, message_id, visit.may_see)
-        other = asked or (queue if here is None else "")
-        why = broker.explain_to(visit.may_see, other, message_id) if other else None
-        if found.row is None:
-            raise NoSuchPage("" if why is None else why.text)
-        body = None if here is None else here.payload
-        return {
-            "here": here,
-            "found": found,
-            "row": found.row,
-            "preview": None if body is None else preview(body, visit.query.get("view", "")),
-            "span": span(found, now_ms),
-            "why": why,
-        }
-
-    values = await console.look(read)
-    return console.render(
-        "message.html", visit, message_id=message_id, views=VIEWS, now_ms=now_ms, **values
+    found = await console.look(
+        lambda broker: find_message(broker, queue, message_id, visit.may_see, asked)
     )
+    body = None if found.here is None else found.here.payload
+    shown = None if body is None else preview(body, visit.query.get("view", ""))
+    values: dict[str, Any] = {"found": found, "span": span(found, now_ms), "now_ms": now_ms}
+    values |= {"message_id": message_id, "preview": shown, "views": VIEWS}
+    return console.render("message.html", visit, **values)
 
 
 async def payload(console: Console, visit: Visit) -> Response:

@@ -45,11 +45,7 @@ _COLUMNS: Final[dict[str, tuple[str, str, Callable[[QueueFigures], Any]]]] = {
     "failed": ("Failed", "Messages that ran out of attempts", attrgetter("stats.failed")),
     "came": ("In /s", "Messages that come in, each second", lambda each: each.came or 0),
     "done": ("Done /s", "Messages settled as done, each second", lambda each: each.done or 0),
-    "oldest": (
-        "Oldest",
-        "Age of the oldest message that waits",
-        lambda each: each.stats.oldest_age_ms or 0,
-    ),
+    "oldest": ("Oldest", "Age of the oldest that waits", lambda e: e.stats.oldest_age_ms or 0),
 }
 
 

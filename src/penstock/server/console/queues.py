@@ -111,31 +111,19 @@ def scan(
             return found
 
 
-class Reason(msgspec.Struct):
-    """Failed messages that share a reason."""
-
-    text: str
-    key: str
-    count: int
-    first_ms: int
-    last_ms: int
-
-
 def reason_key(text: str) -> str:
     """Return a short name for a reason, for addresses."""
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
 
 
-def reasons(failed: Iterable[Entry]) -> list[Reason]:
-    """Group failed messages by their reasons, the most frequent first."""
-    ended: defaultdict[str, list[int]] = defaultdict(list)
-    for entry in failed:
-        ended[entry.reason].append(entry.ended_at_ms or 0)
-    found = [
-        Reason(text, reason_key(text), len(times), min(times), max(times))
-        for text, times in ended.items()
-    ]
-    return sorted(found, key=lambda each: -each.count)
+def grouped(
+    entries: Iterable[Entry], name_of: Callable[[Entry], str]
+) -> list[tuple[str, list[Entry]]]:
+    """Group messages by a name, the most frequent first."""
+    found: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        found[name_of(entry)].append(entry)
+    return sorted(found.items(), key=lambda each: -len(each[1]))
 
 
 class Share(NamedTuple):
@@ -156,11 +144,8 @@ class Share(NamedTuple):
 
 def shares(entries: Iterable[Entry], name_of: Callable[[Entry], str]) -> list[Share]:
     """Sum messages up by a name: the longest wait first, then the most in flight."""
-    by_name: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        by_name[name_of(entry)].append(entry)
     found = []
-    for name, own in by_name.items():
+    for name, own in grouped(entries, name_of):
         ends = [each.lease_deadline_ms or 0 for each in own if each.state is State.IN_FLIGHT]
         waits = [
             max(each.visible_at_ms or 0, each.published_at_ms)
@@ -249,8 +234,8 @@ async def queue_page(console: Console, visit: Visit) -> Response:
             cursor = query.get("cursor") or None
             found = scan(broker, queue, state, cursor=cursor, where=search.test, count=PAGE)
         failed = scan(broker, queue, state) if state is State.FAILED else None
-        why = reasons(failed.entries) if failed else []
-        return {"found": found, "failed": failed, "reasons": why}
+        reasons = grouped(failed.entries, lambda entry: entry.reason) if failed else []
+        return {"found": found, "failed": failed, "reasons": reasons}
 
     did = query.get("did", ""), visit.number("count", 0)
     values = {"tab": state.value, "state": state, "search": search, "did": did}

@@ -7,8 +7,6 @@ bounded number of them; a session ends with its key.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
 import re
 import ssl
 from functools import cache
@@ -71,10 +69,6 @@ class Session(msgspec.Struct, eq=False):
     csrf: str
     began: float
     seen: float
-
-    def has_made(self, csrf: str) -> bool:
-        """Whether a form was sent by a page of this session: it carries the session's token."""
-        return hmac.compare_digest(csrf.encode("utf-8", "replace"), self.csrf.encode())
 
 
 class Sessions:
@@ -145,7 +139,7 @@ class Sessions:
 
 
 def _token() -> str:
-    return base64.urlsafe_b64encode(ssl.RAND_bytes(_TOKEN_BYTES)).decode().rstrip("=")
+    return ssl.RAND_bytes(_TOKEN_BYTES).hex()
 
 
 def _cookie(request: Request, name: str) -> str:

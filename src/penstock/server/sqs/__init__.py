@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.model import QueueSpec
+    from penstock.model import Delivery, QueueSpec
     from penstock.server.batcher import Batcher
     from penstock.server.http import Answering, Request
     from penstock.server.keys import Keys
@@ -86,6 +86,8 @@ _ANSWER_SECONDS: Final = {
 _XML, _JSON = protocol.QUERY_CONTENT, protocol.JSON_CONTENT
 # For how long settings count as fresh that another protocol may have changed.
 _FRESH_S: Final = 1.0
+# The assumed size of a message beside its payload and attributes.
+_MESSAGE_BYTES: Final = 1_024
 _signing_key: Final = lru_cache(maxsize=1_024)(signature.signing_key)
 
 
@@ -205,6 +207,58 @@ class QueueCache:
         return specs
 
 
+class _Attempt(NamedTuple):
+    at_ms: int
+    size: int
+    deliveries: list[Delivery]
+
+
+class ReceiveAttempts:
+    """The deliveries of receives by ReceiveRequestAttemptId, since a client may ask again.
+
+    Bounded in number, bytes and time: the oldest go first, and asked again they are new receives.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], _Attempt] = {}
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, queue: str, attempt: str, now_ms: int) -> list[Delivery]:
+        """Return the deliveries of an attempt, if it is remembered."""
+        kept = self._kept.get((queue, attempt))
+        if kept is None or now_ms - kept.at_ms > limits.SQS_RECEIVE_ATTEMPT_MS:
+            return []
+        return kept.deliveries
+
+    def remember(self, queue: str, attempt: str, deliveries: list[Delivery], now_ms: int) -> None:
+        """Keep the deliveries of an attempt."""
+        self._drop((queue, attempt))
+        size = sum(_size_of(each) for each in deliveries)
+        self._kept[queue, attempt] = _Attempt(now_ms, size, deliveries)
+        self.bytes += size
+        while self._kept:
+            oldest = next(iter(self._kept))
+            if (
+                now_ms - self._kept[oldest].at_ms <= limits.SQS_RECEIVE_ATTEMPT_MS
+                and len(self._kept) <= limits.SQS_MAX_RECEIVE_ATTEMPTS
+                and self.bytes <= limits.SQS_MAX_RECEIVE_ATTEMPT_BYTES
+            ):
+                break
+            self._drop(oldest)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        kept = self._kept.pop(key, None)
+        self.bytes -= 0 if kept is None else kept.size
+
+
+def _size_of(delivery: Delivery) -> int:
+    named = sum(len(name) + len(str(value)) for name, value in delivery.attributes.items())
+    return _MESSAGE_BYTES + len(delivery.payload) + named
+
+
 class SqsService:
     """Answers SQS requests: :meth:`handle` is what HTTP calls, the rest is for the operations."""
 
@@ -222,7 +276,7 @@ class SqsService:
         self.options = options or SqsOptions()
         self.store_id = int(batcher.broker.info().store_id, 16)
         self.queues = QueueCache(batcher)
-        self.attempts = messages.ReceiveAttempts()
+        self.attempts = ReceiveAttempts()
         # Queues are changed one at a time: each change reads a spec and writes the new one.
         self.turn = asyncio.Lock()
         # When each queue was purged; infinite while it is being purged.
@@ -238,12 +292,13 @@ class SqsService:
 
     def close(self) -> None:
         """Stop the moves that go on in the background."""
-        for task in self.moves.values():
-            task.stop()
+        for move in self.moves.values():
+            if move.work is not None:
+                move.work.cancel()
 
     def arn(self, name: str) -> str:
         """Name a queue as policies do."""
-        return wire.arn_of(self.options.region, self.options.account, name)
+        return f"arn:aws:sqs:{self.options.region}:{self.options.account}:{name}"
 
     # --- requests ------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ error.
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock import limits
 from penstock.errors import InvalidInput, LimitReached, PenstockError
@@ -22,10 +23,7 @@ from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
 from penstock.wire.sqs.protocol import (
     AttributeValue,
     SqsFault,
-    check_entries,
     check_range,
-    check_token,
-    failed_entry,
     fault_of,
 )
 
@@ -50,8 +48,11 @@ _SYSTEM: Final = (
 )
 # A claim that is given back at once; long enough for that to reach the disk.
 _NO_LEASE_MS: Final = 10_000
-# The assumed size of a message beside its payload and attributes.
-_MESSAGE_BYTES: Final = 1_024
+
+
+# SQS takes letters, digits and punctuation of ASCII in them.
+_TOKEN: Final = re.compile(r"[!-~]{1,128}")
+_ENTRY_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
 # --- send -----------------------------------------------------------------------------------------
@@ -102,6 +103,45 @@ async def send_batch(call: SqsCall, request: SqsRequest) -> Answer:
         else:
             successful.append({"Id": entry.id, **_complete(call.sqs, view, answer, outcome)})
     return {"Successful": successful, "Failed": failed}
+
+
+def check_entries(request: SqsRequest, kind: str) -> list[SqsEntry]:
+    """Return the entries of a batch, whose number and ids are checked."""
+    entries = request.entries
+    if not entries:
+        raise SqsFault(
+            "EmptyBatchRequest", f"There should be at least one {kind}RequestEntry in the request."
+        )
+    if len(entries) > limits.SQS_MAX_BATCH:
+        raise SqsFault(
+            "TooManyEntriesInBatchRequest",
+            f"Maximum number of entries per request are {limits.SQS_MAX_BATCH}. "
+            f"You have sent {len(entries)}.",
+        )
+    seen = set()
+    for entry in entries:
+        if entry.id is None:
+            raise SqsFault.missing(f"{kind}RequestEntry.Id")
+        if not _ENTRY_ID.fullmatch(entry.id):
+            raise SqsFault(
+                "InvalidBatchEntryId",
+                "A batch entry id can only contain alphanumeric characters, hyphens and "
+                "underscores. It can be at most 80 letters long.",
+            )
+        if entry.id in seen:
+            raise SqsFault("BatchEntryIdsNotDistinct", f"Id {entry.id} repeated.")
+        seen.add(entry.id)
+    return entries
+
+
+def failed_entry(entry: SqsEntry, fault: SqsFault) -> Answer:
+    """Say of an entry of a batch why it failed."""
+    return {
+        "Id": entry.id,
+        "SenderFault": fault.sender,
+        "Code": fault.query_code,
+        "Message": fault.message,
+    }
 
 
 async def _each(
@@ -157,6 +197,13 @@ def _prepare(call: SqsCall, view: QueueView, entry: SqsEntry) -> tuple[Message, 
         None if dedup_id is None else _scoped(view, group, dedup_id),
     )
     return message, answer, size
+
+
+def check_token(text: str | None, parameter: str) -> None:
+    """Check a group, a dedup id or the id of a receive, if it is given."""
+    if text is not None and not _TOKEN.fullmatch(text):
+        reason = "can only include alphanumeric and punctuation characters. 1 to 128 in length."
+        raise SqsFault.value(text, parameter, f"{parameter} {reason}")
 
 
 def _check_fifo(view: QueueView, entry: SqsEntry) -> None:
@@ -234,58 +281,6 @@ def check_visibility(seconds: int) -> int:
     high = limits.SQS_MAX_VISIBILITY_S
     reason = f"Must be between 0 and {high}, if provided."
     return check_range(seconds, "VisibilityTimeout", 0, high, reason)
-
-
-class _Attempt(NamedTuple):
-    at_ms: int
-    size: int
-    deliveries: list[Delivery]
-
-
-class ReceiveAttempts:
-    """The deliveries of receives by ReceiveRequestAttemptId, since a client may ask again.
-
-    Bounded in number, bytes and time: the oldest go first, and asked again they are new receives.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], _Attempt] = {}
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def find(self, queue: str, attempt: str, now_ms: int) -> list[Delivery]:
-        """Return the deliveries of an attempt, if it is remembered."""
-        kept = self._kept.get((queue, attempt))
-        if kept is None or now_ms - kept.at_ms > limits.SQS_RECEIVE_ATTEMPT_MS:
-            return []
-        return kept.deliveries
-
-    def remember(self, queue: str, attempt: str, deliveries: list[Delivery], now_ms: int) -> None:
-        """Keep the deliveries of an attempt."""
-        self._drop((queue, attempt))
-        size = sum(_size_of(each) for each in deliveries)
-        self._kept[queue, attempt] = _Attempt(now_ms, size, deliveries)
-        self.bytes += size
-        while self._kept:
-            oldest = next(iter(self._kept))
-            if (
-                now_ms - self._kept[oldest].at_ms <= limits.SQS_RECEIVE_ATTEMPT_MS
-                and len(self._kept) <= limits.SQS_MAX_RECEIVE_ATTEMPTS
-                and self.bytes <= limits.SQS_MAX_RECEIVE_ATTEMPT_BYTES
-            ):
-                break
-            self._drop(oldest)
-
-    def _drop(self, key: tuple[str, str]) -> None:
-        kept = self._kept.pop(key, None)
-        self.bytes -= 0 if kept is None else kept.size
-
-
-def _size_of(delivery: Delivery) -> int:
-    named = sum(len(name) + len(str(value)) for name, value in delivery.attributes.items())
-    return _MESSAGE_BYTES + len(delivery.payload) + named
 
 
 async def receive(call: SqsCall, request: SqsRequest) -> Answer:

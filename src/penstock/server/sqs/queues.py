@@ -131,7 +131,9 @@ async def get_attributes(call: SqsCall, request: SqsRequest) -> Answer:
     """Return settings and depth of a queue."""
     name = call.queue_of(request, *_ANY)
     names = request.attribute_names or []
-    wire.check_readable(names)
+    for each in names:
+        if each not in wire.READABLE:
+            raise SqsFault.attribute_name(each)
     counted = any(each == "All" or each.startswith("Approximate") for each in names)
     # Of all queues: on SQL the settings of one may be older than another server's change.
     specs, stats = await call.sqs.batcher.call(
@@ -205,9 +207,10 @@ def _check_dead_letter(
     call: SqsCall, name: str, attributes: dict[str, str], specs: Mapping[str, QueueSpec]
 ) -> None:
     """Raise unless the queue that a RedrivePolicy names is there, is alike and allows it."""
-    target = wire.dead_letter_of(attributes)
-    if target is None:
+    policy = wire.redrive_policy_of(attributes)
+    if policy is None:
         return
+    target = policy.dead_letter or ""
     check_target(call.principal, target)
     spec = specs.get(target)
     if spec is None:
@@ -272,11 +275,6 @@ class MoveTask(msgspec.Struct, kw_only=True):
     def active(self) -> bool:
         """Whether it still moves messages."""
         return self.status in {"RUNNING", "CANCELLING"}
-
-    def stop(self) -> None:
-        """Stop at once."""
-        if self.work is not None:
-            self.work.cancel()
 
 
 async def start_move(call: SqsCall, request: SqsRequest) -> Answer:
@@ -347,22 +345,18 @@ async def list_moves(call: SqsCall, request: SqsRequest) -> Answer:
 
 
 def _shown(sqs: SqsService, task: MoveTask) -> Answer:
-    shown: Answer = {
+    shown = {
         "Status": task.status,
         "SourceArn": sqs.arn(task.source),
         "ApproximateNumberOfMessagesMoved": task.moved,
         "ApproximateNumberOfMessagesToMove": task.to_move,
         "StartedTimestamp": task.started_ms,
+        "TaskHandle": task.handle if task.active else None,
+        "DestinationArn": sqs.arn(task.destination) if task.destination else None,
+        "MaxNumberOfMessagesPerSecond": task.rate,
+        "FailureReason": task.reason or None,
     }
-    if task.active:
-        shown["TaskHandle"] = task.handle
-    if task.destination:
-        shown["DestinationArn"] = sqs.arn(task.destination)
-    if task.rate is not None:
-        shown["MaxNumberOfMessagesPerSecond"] = task.rate
-    if task.reason:
-        shown["FailureReason"] = task.reason
-    return shown
+    return {name: value for name, value in shown.items() if value is not None}
 
 
 async def _source_of(call: SqsCall, request: SqsRequest) -> tuple[str, dict[str, QueueSpec]]:

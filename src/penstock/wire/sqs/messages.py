@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode, b64encode
+from contextlib import suppress
 from hashlib import md5
 from struct import Struct
 from typing import TYPE_CHECKING, Final
@@ -120,10 +121,8 @@ def _check_name(name: str) -> None:
             "Attribute name can contain A-Z, a-z, 0-9, underscore (_), hyphen (-), and period (.) "
             "characters."
         )
-    elif name.startswith(".") or name.endswith(".") or ".." in name:
-        reason = "Attribute name must not start or end with a period or have successive periods."
-    elif name.lower().startswith(("aws.", "amazon.")):
-        reason = "Names that begin with AWS. or Amazon. are reserved."
+    elif ".." in f".{name}." or name.lower().startswith(("aws.", "amazon.")):
+        reason = "It must have text around each period, and not begin with AWS. or Amazon."
     else:
         return
     raise SqsFault.invalid(f"The message attribute name '{name[:300]}' is invalid. {reason}")
@@ -260,13 +259,11 @@ def _attribute(data_type: str, text: str) -> AttributeValue:
 
 def shown_body(payload: bytes) -> tuple[str, bool]:
     """Return a payload as text, and whether that is base64 because it is no text for SQS."""
-    try:
+    with suppress(UnicodeDecodeError):
         text = payload.decode()
-    except UnicodeDecodeError:
-        return b64encode(payload).decode(), True
-    if not speakable(text, payload):
-        return b64encode(payload).decode(), True
-    return text, False
+        if speakable(text, payload):
+            return text, False
+    return b64encode(payload).decode(), True
 
 
 def speakable(text: str, data: bytes | None = None) -> bool:

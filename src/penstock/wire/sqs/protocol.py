@@ -11,7 +11,6 @@ query protocol has form fields in, where lists and maps are numbered fields, and
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
@@ -179,52 +178,11 @@ class SqsRequest(SqsEntry, gc=False):
     receive_request_attempt_id: str | None = None
 
 
-# SQS takes letters, digits and punctuation of ASCII in them.
-_TOKEN: Final = re.compile(r"[!-~]{1,128}")
-_ENTRY_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
-
-
-def check_entries(request: SqsRequest, kind: str) -> list[SqsEntry]:
-    """Return the entries of a batch, whose number and ids are checked."""
-    entries = request.entries
-    if not entries:
-        raise SqsFault(
-            "EmptyBatchRequest", f"There should be at least one {kind}RequestEntry in the request."
-        )
-    if len(entries) > limits.SQS_MAX_BATCH:
-        raise SqsFault(
-            "TooManyEntriesInBatchRequest",
-            f"Maximum number of entries per request are {limits.SQS_MAX_BATCH}. "
-            f"You have sent {len(entries)}.",
-        )
-    seen = set()
-    for entry in entries:
-        if entry.id is None:
-            raise SqsFault.missing(f"{kind}RequestEntry.Id")
-        if not _ENTRY_ID.fullmatch(entry.id):
-            raise SqsFault(
-                "InvalidBatchEntryId",
-                "A batch entry id can only contain alphanumeric characters, hyphens and "
-                "underscores. It can be at most 80 letters long.",
-            )
-        if entry.id in seen:
-            raise SqsFault("BatchEntryIdsNotDistinct", f"Id {entry.id} repeated.")
-        seen.add(entry.id)
-    return entries
-
-
 def check_range(value: int, parameter: str, low: int, high: int, reason: str = "") -> int:
     """Check a number; ``reason`` is what SQS says of one that is out of bounds."""
     if not low <= value <= high:
         raise SqsFault.value(value, parameter, reason or f"Must be between {low} and {high}.")
     return value
-
-
-def check_token(text: str | None, parameter: str) -> None:
-    """Check a group, a dedup id or the id of a receive, if it is given."""
-    if text is not None and not _TOKEN.fullmatch(text):
-        reason = "can only include alphanumeric and punctuation characters. 1 to 128 in length."
-        raise SqsFault.value(text, parameter, f"{parameter} {reason}")
 
 
 def _unknown(operation: str, status: int) -> SqsFault:
@@ -259,16 +217,6 @@ def decode_json(body: bytes) -> SqsRequest:
         raise SqsFault("SerializationException", f"The request can't be read: {error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise SqsFault("SerializationException", f"The body is not JSON: {error}") from None
-
-
-def failed_entry(entry: SqsEntry, fault: SqsFault) -> dict[str, Any]:
-    """Say of an entry of a batch why it failed."""
-    return {
-        "Id": entry.id,
-        "SenderFault": fault.sender,
-        "Code": fault.query_code,
-        "Message": fault.message,
-    }
 
 
 def encode_json_fault(fault: SqsFault) -> bytes:
@@ -350,12 +298,10 @@ def _tree(fields: dict[str, str]) -> Tree:
     tree: Tree = {}
     for name, value in fields.items():
         *path, last = name.split(".")
-        node = tree
+        node: Any = tree
         for step in path[:_DEPTH]:
-            node = node.setdefault(step, {})
-            if not isinstance(node, dict):
-                raise SqsFault.invalid(f"The field {name[:200]} is both a value and a list.")
-        if isinstance(node.get(last), dict):
+            node = node.setdefault(step, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or isinstance(node.get(last), dict):
             raise SqsFault.invalid(f"The field {name[:200]} is both a value and a list.")
         node[last] = value
     return tree
@@ -420,33 +366,28 @@ def encode_query_fault(fault: SqsFault, request_id: str) -> bytes:
 
 def _write(parts: list[str], element: str, value: Any, operation: str) -> None:
     parts.append(f"<{element}>")
+    if isinstance(value, AttributeValue):
+        # Bytes become base64.
+        value = msgspec.to_builtins(value)
     if isinstance(value, dict):
-        _write_fields(parts, value, operation)
-    elif isinstance(value, AttributeValue):
-        if value.string_value is not None:
-            _write(parts, "StringValue", value.string_value, operation)
-        if value.binary_value is not None:
-            _write(parts, "BinaryValue", b64encode(value.binary_value).decode(), operation)
-        _write(parts, "DataType", value.data_type or "", operation)
-    elif isinstance(value, bool):
-        parts.append("true" if value else "false")
+        for name, item in value.items():
+            _write_field(parts, name, item, operation)
     else:
-        parts.append(_escape(str(value)))
+        parts.append(_escape(str(value).lower() if isinstance(value, bool) else str(value)))
     parts.append(f"</{element}>")
 
 
-def _write_fields(parts: list[str], fields: dict[str, Any], operation: str) -> None:
-    for name, value in fields.items():
-        if isinstance(value, list):
-            element = f"{operation}ResultEntry" if name == "Successful" else _ITEMS[name]
-            for item in value:
-                _write(parts, element, item, operation)
-        elif name in _MAPS:
-            element, key = _MAPS[name]
-            for item_key, item in value.items():
-                _write(parts, element, {key: item_key, "Value": item}, operation)
-        else:
-            _write(parts, name, value, operation)
+def _write_field(parts: list[str], name: str, value: Any, operation: str) -> None:
+    if isinstance(value, list):
+        element = f"{operation}ResultEntry" if name == "Successful" else _ITEMS[name]
+        for item in value:
+            _write(parts, element, item, operation)
+    elif name in _MAPS:
+        element, key = _MAPS[name]
+        for item_key, item in value.items():
+            _write(parts, element, {key: item_key, "Value": item}, operation)
+    else:
+        _write(parts, name, value, operation)
 
 
 def _escape(text: str) -> str:

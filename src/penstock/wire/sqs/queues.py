@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 
@@ -23,7 +23,7 @@ from penstock.model import Ordering
 from penstock.wire.sqs.protocol import SqsFault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from penstock.model import QueueSpec, QueueStats
     from penstock.wire.sqs.protocol import SqsRequest
@@ -43,6 +43,12 @@ _NUMBERS: Final = {
     "VisibilityTimeout": (0, limits.SQS_MAX_VISIBILITY_S),
     "KmsDataKeyReusePeriodSeconds": (60, 86_400),
 }
+# Attribute in seconds: the setting that it becomes.
+_SETTINGS: Final = {
+    "DelaySeconds": "delay_ms",
+    "MessageRetentionPeriod": "unclaimed_retention_ms",
+    "VisibilityTimeout": "lease_ms",
+}
 _CHOICES: Final = {
     "FifoQueue": {"true", "false"},
     "ContentBasedDeduplication": {"true", "false"},
@@ -58,7 +64,7 @@ _COUNTS: Final = {
     "ApproximateNumberOfMessagesDelayed": "delayed",
 }
 _SETTABLE: Final = frozenset({*_NUMBERS, *_CHOICES, *_DOCUMENTS, "KmsMasterKeyId"})
-_READABLE: Final = frozenset(
+READABLE: Final = frozenset(
     {*_SETTABLE, *_COUNTS, "All", "CreatedTimestamp", "LastModifiedTimestamp", "QueueArn"}
 )
 _DEFAULT_RETENTION_S: Final = 345_600
@@ -131,11 +137,6 @@ def check_name(name: str | None) -> str:
     return name
 
 
-def arn_of(region: str, account: str, name: str) -> str:
-    """Name a queue as policies do."""
-    return f"arn:aws:sqs:{region}:{account}:{name}"
-
-
 def name_of_arn(arn: str) -> str | None:
     """Return the queue that an ARN names; None if it names none."""
     parts = arn.split(":")
@@ -183,6 +184,18 @@ def _checked_value(name: str, text: str) -> str:
     return text
 
 
+class RedrivePolicy(msgspec.Struct, rename="camel"):
+    """The attribute RedrivePolicy."""
+
+    dead_letter_target_arn: str
+    max_receive_count: Annotated[int, msgspec.Meta(ge=1, le=limits.SQS_MAX_RECEIVE_COUNT)]
+
+    @property
+    def dead_letter(self) -> str | None:
+        """The queue that it names."""
+        return name_of_arn(self.dead_letter_target_arn)
+
+
 def _checked_document(name: str, text: str) -> str:
     try:
         document = msgspec.json.decode(text)
@@ -194,21 +207,13 @@ def _checked_document(name: str, text: str) -> str:
         return ""
     if name != "RedrivePolicy":
         return text
-    target, count = document.get("deadLetterTargetArn"), document.get("maxReceiveCount")
-    missing = "Redrive policy does not contain mandatory attribute: "
-    if not isinstance(target, str) or name_of_arn(target) is None:
-        raise SqsFault.value(text, name, f"{missing}deadLetterTargetArn.")
-    if count is None:
-        raise SqsFault.value(text, name, f"{missing}maxReceiveCount.")
-    number = _whole(str(count), 1, limits.SQS_MAX_RECEIVE_COUNT)
-    if number is None:
-        raise SqsFault.value(
-            text,
-            name,
-            f"Invalid value for maxReceiveCount: {str(count)[:20]}, valid values are from 1 to "
-            f"{limits.SQS_MAX_RECEIVE_COUNT} both inclusive.",
-        )
-    return _redrive_policy(target, number)
+    try:
+        policy = msgspec.convert(document, RedrivePolicy, strict=False)
+    except msgspec.ValidationError as error:
+        raise SqsFault.value(text, name, f"{error}.") from None
+    if policy.dead_letter is None:
+        raise SqsFault.value(text, name, "deadLetterTargetArn is not the ARN of a queue.")
+    return _redrive_policy(policy.dead_letter_target_arn, policy.max_receive_count)
 
 
 def _redrive_policy(target: str, count: int) -> str:
@@ -216,10 +221,10 @@ def _redrive_policy(target: str, count: int) -> str:
     return f'{{"deadLetterTargetArn": "{target}", "maxReceiveCount": {count}}}'
 
 
-def dead_letter_of(attributes: Mapping[str, str]) -> str | None:
-    """Return the queue that a checked RedrivePolicy names; None if there is no policy."""
-    policy = attributes.get("RedrivePolicy")
-    return name_of_arn(msgspec.json.decode(policy)["deadLetterTargetArn"]) if policy else None
+def redrive_policy_of(attributes: Mapping[str, str]) -> RedrivePolicy | None:
+    """Return the RedrivePolicy among checked attributes; None if there is none."""
+    text = attributes.get("RedrivePolicy")
+    return msgspec.json.decode(text, type=RedrivePolicy) if text else None
 
 
 def new_queue(done_retention_ms: int) -> dict[str, Any]:
@@ -240,39 +245,25 @@ def new_queue(done_retention_ms: int) -> dict[str, Any]:
 def settings_for(attributes: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, Any]:
     """Turn checked attributes into settings of a queue, with the labels it has so far."""
     settings: dict[str, Any] = {}
-    kept = dict(labels)
+    replaced = {_LABEL + name for name in attributes}
+    kept = {name: text for name, text in labels.items() if name not in replaced}
     for name, text in attributes.items():
-        if name == "VisibilityTimeout":
-            settings["lease_ms"] = int(text) * 1000 or 1000
-            kept.pop(_LABEL + name, None)
-            if int(text) == 0:
-                kept[_LABEL + name] = text
-        elif name == "DelaySeconds":
-            settings["delay_ms"] = int(text) * 1000
-        elif name == "MessageRetentionPeriod":
-            settings["unclaimed_retention_ms"] = int(text) * 1000
+        if name in _SETTINGS:
+            settings[_SETTINGS[name]] = int(text) * 1000
         elif name == "RedrivePolicy":
-            policy = msgspec.json.decode(text) if text else {}
-            settings["max_attempts"] = policy.get("maxReceiveCount", limits.MAX_ATTEMPTS)
-            settings["dead_letter"] = dead_letter_of(attributes) or ""
-        elif name == "FifoQueue":
-            continue
-        elif text:
+            policy = redrive_policy_of(attributes)
+            settings["max_attempts"] = policy.max_receive_count if policy else limits.MAX_ATTEMPTS
+            settings["dead_letter"] = policy.dead_letter if policy else ""
+        elif name != "FifoQueue" and text:
             kept[_LABEL + name] = text
-        else:
-            kept.pop(_LABEL + name, None)
+    if settings.get("lease_ms") == 0:
+        settings["lease_ms"] = 1000
+        kept[f"{_LABEL}VisibilityTimeout"] = "0"
     settings["labels"] = kept
     return settings
 
 
 # --- attributes out -------------------------------------------------------------------------------
-
-
-def check_readable(names: Iterable[str]) -> None:
-    """Check which attributes are asked for."""
-    for name in names:
-        if name not in _READABLE:
-            raise SqsFault.attribute_name(name)
 
 
 def attributes_of(
