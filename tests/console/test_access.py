@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import re
+from asyncio import wrap_future
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -322,6 +324,18 @@ def test_a_failure_says_nothing_of_its_inside(
     assert answer.status == 500
     assert "ZeroDivisionError" not in answer.text
     assert "division" not in answer.text
+
+
+def test_a_store_that_does_not_answer_in_time(
+    visitor: Visitor, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.console is not None
+    assert visitor.get().status == 200
+    never: Future[None] = Future()
+    monkeypatch.setattr(limits, "CONSOLE_MAX_ANSWER_MS", 100)
+    monkeypatch.setattr(server.console, "look", lambda _: wrap_future(never))
+    answer = visitor.get("queues/orders")
+    assert (answer.status, "did not answer in time" in answer.text) == (503, True)
 
 
 # --- where it is ----------------------------------------------------------------------------------

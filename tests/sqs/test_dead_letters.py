@@ -123,6 +123,7 @@ def test_policies_that_are_refused(sqs: Any, make: Callable[..., str], dead: str
         policy(arn, 1001),
         policy(arn, "x"),
         policy(arn + "-not-there"),
+        policy(arn + '"'),
         policy("no-arn"),
         policy(arn_of(sqs, closed)),
         policy(arn_of(sqs, make(".fifo"))),

@@ -184,6 +184,7 @@ class Console:
         begin = self.server.clock.seconds()
         operation, outcome, key_id = "unknown", "ok", ""
         visit = Visit(request, _NOBODY)
+        request.due = loop_seconds() + limits.CONSOLE_MAX_ANSWER_MS / 1000
         try:
             session = self.sessions.of(request)
             if session is not None:
@@ -197,7 +198,6 @@ class Console:
             await asyncio.shield(self._compile())
             route, visit.names = found
             operation = route.page.__name__
-            request.due = loop_seconds() + limits.CONSOLE_MAX_ANSWER_MS / 1000
             return await self._page(route, visit, session)
         except asyncio.CancelledError:
             if not request.late:

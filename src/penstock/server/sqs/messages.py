@@ -12,7 +12,7 @@ import asyncio
 import re
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from penstock import limits
 from penstock.errors import InvalidInput, LimitReached, PenstockError
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Verb: TypeAlias = (
+    "Callable[[SqsService, QueueView, list[SqsEntry]], Awaitable[list[SqsFault | None]]]"
+)
 
 _WRONG_TYPE: Final = "The request include parameter that is not valid for this queue type."
 _SYSTEM: Final = (
@@ -48,8 +51,6 @@ _SYSTEM: Final = (
 )
 # A claim that is given back at once; long enough for that to reach the disk.
 _NO_LEASE_MS: Final = 10_000
-
-
 # SQS takes letters, digits and punctuation of ASCII in them.
 _TOKEN: Final = re.compile(r"[!-~]{1,128}")
 _ENTRY_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
@@ -463,11 +464,7 @@ def _system_attributes(
 # --- delete, and change the visibility ------------------------------------------------------------
 
 
-async def settle(
-    verb: Callable[[SqsService, QueueView, list[SqsEntry]], Awaitable[list[SqsFault | None]]],
-    call: SqsCall,
-    request: SqsRequest,
-) -> Answer:
+async def settle(verb: Verb, call: SqsCall, request: SqsRequest) -> Answer:
     """Delete a message or change its visibility, by its receipt handle."""
     view = await call.view_of(request, "consume")
     if not request.receipt_handle:
@@ -482,12 +479,7 @@ async def settle(
     return {}
 
 
-async def settle_batch(
-    verb: Callable[[SqsService, QueueView, list[SqsEntry]], Awaitable[list[SqsFault | None]]],
-    kind: str,
-    call: SqsCall,
-    request: SqsRequest,
-) -> Answer:
+async def settle_batch(verb: Verb, kind: str, call: SqsCall, request: SqsRequest) -> Answer:
     """Delete several messages or change their visibility; each of them succeeds or fails."""
     view = await call.view_of(request, "consume")
     entries = check_entries(request, kind)

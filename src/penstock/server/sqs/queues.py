@@ -417,16 +417,14 @@ async def _run(sqs: SqsService, task: MoveTask) -> None:
             task.moved += moved
             await asyncio.sleep(pause_s)
         task.status = "CANCELLED" if task.status == "CANCELLING" else "COMPLETED"
-    except PenstockError as error:
-        failure = error
-        task.status, task.reason = "FAILED", str(error)
     except asyncio.CancelledError:
         task.status = "CANCELLED"
         raise
     except Exception as error:
-        failure = error
-        log.exception("a move out of queue %s failed", task.source)
-        task.status, task.reason = "FAILED", "InternalError"
+        failure, task.status, task.reason = error, "FAILED", str(error)
+        if not isinstance(error, PenstockError):
+            log.exception("a move out of queue %s failed", task.source)
+            task.reason = "InternalError"
     finally:
         if sqs.batcher.audit is not None:
             about = {"queue": task.source, "to": task.destination, "task": task.status}

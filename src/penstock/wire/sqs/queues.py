@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -213,12 +214,12 @@ def _checked_document(name: str, text: str) -> str:
         raise SqsFault.value(text, name, f"{error}.") from None
     if policy.dead_letter is None:
         raise SqsFault.value(text, name, "deadLetterTargetArn is not the ARN of a queue.")
-    return _redrive_policy(policy.dead_letter_target_arn, policy.max_receive_count)
+    return _write_policy(policy.dead_letter_target_arn, policy.max_receive_count)
 
 
-def _redrive_policy(target: str, count: int) -> str:
+def _write_policy(target: str, count: int) -> str:
     # With the blanks that other servers put there: some callers compare the text.
-    return f'{{"deadLetterTargetArn": "{target}", "maxReceiveCount": {count}}}'
+    return json.dumps({"deadLetterTargetArn": target, "maxReceiveCount": count})
 
 
 def redrive_policy_of(attributes: Mapping[str, str]) -> RedrivePolicy | None:
@@ -294,8 +295,8 @@ def attributes_of(
             "FifoThroughputLimit": labels.get("sqs.FifoThroughputLimit", "perQueue"),
         }
     if spec.dead_letter:
-        policy = _redrive_policy(arn(spec.dead_letter), spec.max_attempts)
-        attributes["RedrivePolicy"] = policy
+        target = arn(spec.dead_letter)
+        attributes["RedrivePolicy"] = _write_policy(target, spec.max_attempts)
     for name in ("Policy", "RedriveAllowPolicy", "KmsMasterKeyId", "KmsDataKeyReusePeriodSeconds"):
         if _LABEL + name in labels:
             attributes[name] = labels[_LABEL + name]

@@ -101,7 +101,10 @@ def verify(
     if claim.service != "sqs" or "host" not in claim.signed:
         raise _refused("Credential must be scoped to service 'sqs', and the host must be signed.")
     payload_hash = _payload_hash(headers.get("x-amz-content-sha256"), body, unsigned=unsigned_body)
-    request = canonical_request(method, path, query, headers, claim.signed, payload_hash)
+    # The request in the one form that both sides sign.
+    lines = [method, _canonical_path(path), _canonical_query(query)]
+    lines += [f"{name}:{' '.join(headers.get(name, '').split())}" for name in claim.signed]
+    request = "\n".join([*lines, "", ";".join(claim.signed), payload_hash])
     scope = f"{claim.date}/{claim.region}/{claim.service}/aws4_request"
     hashed = hashlib.sha256(request.encode()).hexdigest()
     text = f"{_ALGORITHM}\n{stamp}\n{scope}\n{hashed}"
@@ -111,21 +114,6 @@ def verify(
             "The request signature we calculated does not match the signature you provided. "
             "Check your AWS Secret Access Key and signing method."
         )
-
-
-def canonical_request(
-    method: str,
-    path: str,
-    query: str,
-    headers: Mapping[str, str],
-    signed: tuple[str, ...],
-    payload_hash: str,
-) -> str:
-    """Write a request in the one form that both sides sign."""
-    lines = [method, _canonical_path(path), _canonical_query(query)]
-    lines += [f"{name}:{' '.join(headers.get(name, '').split())}" for name in signed]
-    lines += ("", ";".join(signed), payload_hash)
-    return "\n".join(lines)
 
 
 def _canonical_path(path: str) -> str:
