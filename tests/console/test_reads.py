@@ -155,6 +155,12 @@ def test_a_message_in_all_its_queues(broker: Broker, clock: ManualClock) -> None
             find_message(broker, "a", unknown, everywhere)
     with pytest.raises(QueueNotFound):
         find_message(broker, "z", message_id, everywhere)
+    # The log alone has a message that no queue takes.
+    (untaken,) = broker.publish([Message(b"x", {"kind": "song"})])
+    found = find_message(broker, "a", untaken, everywhere)
+    assert (found.row.attributes, found.places) == ({"kind": "song"}, [])
+    with pytest.raises(NoSuchPage):
+        find_message(broker, "a", untaken, lambda name: name is not None)
 
 
 def test_a_filter_is_tried_on_the_newest_messages(broker: Broker) -> None:

@@ -94,9 +94,6 @@ class _Home:
         said = f"{request.method} {request.path} {request.query} {request.headers}"
         return Response(200, said.encode("utf-8", "replace") + request.body)
 
-    def forget(self, connection: HttpConnection) -> None:
-        self.connections.discard(connection)
-
 
 def answers(pieces: Iterable[bytes]) -> bytes:
     """Return all that a connection writes that gets these pieces."""

@@ -29,7 +29,8 @@ class Request(msgspec.Struct, gc=False):
 
     ``left``: the client sends nothing more and may be gone, so that nothing is to be taken from a
     queue for it. A handler that waits sets ``on_left`` as a callback, and must set it back.
-    ``due``: when the handler wants to be cancelled, by the loop's time; then ``late`` is set.
+    ``due``: when the handler wants to be cancelled, by the loop's time, set before it first waits;
+    then ``late`` is set.
     ``waited_s``: how long it has waited for messages.
     """
 

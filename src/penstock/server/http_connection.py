@@ -107,7 +107,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Stop working for a client that has gone."""
-        self._http.forget(self)
+        self._http.connections.discard(self)
         self._http.slots.leave(self._slot)
         self._shut = True
         self._drop_input()
@@ -532,7 +532,6 @@ class Http(Listener):
         self._guard = guard
         self._tree = tree
         self._timer: asyncio.TimerHandle | None = None
-        self._empty = asyncio.Event()
         self.stopping = False
 
     def make_connection(self, slot: Slot) -> HttpConnection:
@@ -550,13 +549,12 @@ class Http(Listener):
         self.close()
         for connection in list(self.connections):
             connection.finish()
-        if self.connections:
-            self._empty.clear()
-            try:
-                await asyncio.wait_for(self._empty.wait(), grace_ms / 1000)
-            except TimeoutError:
-                for connection in list(self.connections):
-                    connection.abort()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + grace_ms / 1000
+        while self.connections and loop.time() < until:
+            await asyncio.sleep(0.002)
+        for connection in list(self.connections):
+            connection.abort()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -569,12 +567,6 @@ class Http(Listener):
             return self._tree[1](request)
         key = ("GET" if request.method == "HEAD" else request.method, request.path)
         return self._routes.get(key, self._fallback)(request)
-
-    def forget(self, connection: HttpConnection) -> None:
-        """Remove a connection that has ended."""
-        self.connections.discard(connection)
-        if not self.connections:
-            self._empty.set()
 
     def _check(self) -> None:
         loop = asyncio.get_running_loop()
