@@ -26,9 +26,9 @@ from penstock.clock import loop_seconds
 from penstock.server.audit import Actor, audited
 from penstock.server.console import messages, overview, queues, visits
 from penstock.server.console.figures import FILTERS, Figures
-from penstock.server.console.visits import HEADERS, HTML, OPEN, PREFIX, NoSuchPage, Sessions, Visit
+from penstock.server.console.visits import HEADERS, HTML, OPEN, PREFIX, Visit
 from penstock.server.http import Response
-from penstock.server.security import Principal, told
+from penstock.server.security import told
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from penstock.broker.broker import Broker
-    from penstock.server.console.visits import Route, Session
+    from penstock.server.console.visits import Route
     from penstock.server.http import Answering, Handler, Request
     from penstock.server.served_store import Server
 
@@ -47,11 +47,10 @@ T = TypeVar("T")
 HERE: Final = Path(__file__).parent
 # The documentation site: in the wheel beside this package, in a checkout where `make docs` puts it.
 SITES: Final = (HERE / "site", HERE.parents[3] / "build" / "site")
-_NOBODY: Final = Principal("")
 _LIVE_SECONDS, _COMPILE_SECONDS = 2.0, 2.0
 # Error: status and heading of its page. The first that fits counts.
 _FAULTS: Final = (
-    (NoSuchPage, 404, "No such page"),
+    (visits.NoSuchPage, 404, "No such page"),
     (errors.QueueNotFound, 404, "No such queue"),
     (errors.NotAllowed, 403, "Not allowed"),
     (errors.BrokerClosed, 503, "The server is stopping"),
@@ -69,7 +68,7 @@ class Console:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.info = server.broker.info()
-        self.sessions = Sessions(server.keys, server.clock, self.info.store_id)
+        self.sessions = visits.Sessions(server.keys, server.clock, self.info.store_id)
         self.version = penstock.__version__
         self.site = next((each for each in SITES if (each / "index.html").is_file()), None)
         self.figures = Figures(server.broker, server.clock.seconds)
@@ -147,11 +146,10 @@ class Console:
     async def _events(
         self, visit: Visit, read: Callable[[], Awaitable[dict[str, str]]]
     ) -> AsyncGenerator[bytes, None]:
-        session = self.sessions.of(visit.request)
         known: dict[str, str] = {}
         self.streams += 1
         try:
-            while session is not None and self.sessions.lasts(session):
+            while self.sessions.lasts(visit.session):
                 visit.check()
                 found = {}
                 with suppress(errors.PenstockError, TimeoutError):
@@ -182,14 +180,11 @@ class Console:
     async def handle(self, request: Request) -> Response:
         """Answer a request below /console/."""
         begin = self.server.clock.seconds()
-        operation, outcome, key_id = "unknown", "ok", ""
-        visit = Visit(request, _NOBODY)
+        operation, outcome = "unknown", "ok"
+        visit = Visit(request, self.sessions.of(request) or visits.STRANGER)
         request.due = loop_seconds() + limits.CONSOLE_MAX_ANSWER_MS / 1000
         try:
-            session = self.sessions.of(request)
-            if session is not None:
-                visit.principal, visit.csrf = session.principal, session.csrf
-                key_id = session.principal.key_id
+            if visit.session is not visits.STRANGER:
                 request.trust()
             path = request.path.removeprefix(PREFIX.rstrip("/"))
             found = visits.find_route(self._routes, request.method, path)
@@ -198,7 +193,7 @@ class Console:
             await asyncio.shield(self._compile())
             route, visit.names = found
             operation = route.page.__name__
-            return await self._page(route, visit, session)
+            return await self._page(route, visit)
         except asyncio.CancelledError:
             if not request.late:
                 raise
@@ -209,16 +204,14 @@ class Console:
             return self._failed(error, visit)
         finally:
             seconds = self.server.clock.seconds() - begin
-            self.server.metrics.request(
-                *("console", operation, seconds, outcome, key_id, request.peer),
-                visit.names.get("queue"),
-            )
+            about = ("console", operation, seconds, outcome, visit.principal.key_id)
+            self.server.metrics.request(*about, request.peer, visit.names.get("queue"))
 
-    async def _page(self, route: Route, visit: Visit, session: Session | None) -> Response:
-        request = visit.request
+    async def _page(self, route: Route, visit: Visit) -> Response:
+        request, session = visit.request, visit.session
         visit.query, visit.actions = dict(visits.read_fields(request.query)), route.actions
         if route.actions is not OPEN:
-            if session is None:
+            if session is visits.STRANGER:
                 return visits.log_in_first(visit)
             visit.check()
         if route.method == "POST":
@@ -229,7 +222,7 @@ class Console:
             given = visit.form.get("csrf") or request.headers.get("x-csrf-token", "")
             # A form of a page of this session carries the session's token.
             token = given.encode("utf-8", "replace")
-            own = session is not None and compare_digest(token, session.csrf.encode())
+            own = session is not visits.STRANGER and compare_digest(token, session.csrf.encode())
             # A login has no session yet: for it the origin must do.
             if not here or not (own or route.actions is OPEN):
                 raise errors.NotAllowed(
@@ -253,7 +246,7 @@ class Console:
         """Answer with a static file, or a file of the documentation."""
         name = path.removeprefix("/static/")
         if method not in {"GET", "HEAD"}:
-            raise NoSuchPage(f"nothing can be sent to {PREFIX}{path[1:200]}")
+            raise visits.NoSuchPage(f"nothing can be sent to {PREFIX}{path[1:200]}")
         if path.startswith("/static/") and name in self._static:
             fresh = ("cache-control", "public, max-age=31536000, immutable")
             return Response(200, self._static[name], _kind_of(name), (*HEADERS[1:], fresh))
@@ -261,7 +254,7 @@ class Console:
             found = _file_of(self.site, unquote(path.removeprefix("/docs/")))
             if found is not None:
                 return Response(200, found.read_bytes(), _kind_of(found.name), visits.SITE_HEADERS)
-        raise NoSuchPage(f"there is nothing at {PREFIX}{path[1:200]}")
+        raise visits.NoSuchPage(f"there is nothing at {PREFIX}{path[1:200]}")
 
 
 def _kind_of(name: str) -> str:

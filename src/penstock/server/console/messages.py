@@ -14,15 +14,7 @@ from penstock.filters import Row
 from penstock.limits import CONSOLE_PREVIEW_BYTES
 from penstock.model import Attempt, Entry, MessageExplanation, State
 from penstock.server.console.queues import read_search, read_state, scan
-from penstock.server.console.visits import (
-    CHANGE,
-    HEADERS,
-    SEE,
-    NoSuchPage,
-    Route,
-    link,
-    redirect,
-)
+from penstock.server.console.visits import CHANGE, HEADERS, SEE, NoSuchPage, Route, link, redirect
 from penstock.server.http import Response
 from penstock.server.security import check_target
 

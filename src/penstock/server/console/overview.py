@@ -269,9 +269,7 @@ async def log_in(console: Console, visit: Visit) -> Response:
     if session is None:
         console.server.metrics.refusals.token("console", visit.request.peer, token)
         return console.render("login.html", visit, status=403, next=asked, failed=True)
-    before = console.sessions.of(visit.request)
-    if before is not None:
-        console.sessions.end(before)
+    console.sessions.end(visit.session)
     # Behind the console's prefix, nothing can lead elsewhere.
     address = link("") + asked if asked.isascii() and asked.isprintable() else link("")
     return redirect(visit, address, console.sessions.set_cookie(visit.request, session))
@@ -279,9 +277,7 @@ async def log_in(console: Console, visit: Visit) -> Response:
 
 async def log_out(console: Console, visit: Visit) -> Response:
     """End the session."""
-    session = console.sessions.of(visit.request)
-    if session is not None:
-        console.sessions.end(session)
+    console.sessions.end(visit.session)
     return redirect(visit, link("login"), console.sessions.set_cookie(visit.request, None))
 
 

@@ -62,13 +62,17 @@ class NoSuchPage(Exception):
 
 
 class Session(msgspec.Struct, eq=False):
-    """A visitor who is logged in."""
+    """A visitor who is logged in; ``csrf`` is the token that forms of its pages carry."""
 
     token: str
     principal: Principal
     csrf: str
     began: float
     seen: float
+
+
+# The session of a request without one.
+STRANGER: Final = Session("", Principal(""), "", 0.0, 0.0)
 
 
 class Sessions:
@@ -166,14 +170,17 @@ class Visit(msgspec.Struct):
     """A request for a page: its principal, names of the path, query, and form if it is a POST."""
 
     request: Request
-    principal: Principal
-    # The token that the forms of this visitor's pages carry.
-    csrf: str = ""
+    session: Session
     actions: tuple[str, ...] | None = None
     names: dict[str, str] = {}
     query: dict[str, str] = {}
     form: dict[str, str] = {}
     fields: list[tuple[str, str]] = []
+
+    @property
+    def principal(self) -> Principal:
+        """The visitor."""
+        return self.session.principal
 
     @property
     def queue(self) -> str:

@@ -20,12 +20,7 @@ from penstock.model import AttemptEnd, Message
 from penstock.server.waiting import ClaimWait
 from penstock.wire.sqs import messages
 from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
-from penstock.wire.sqs.protocol import (
-    AttributeValue,
-    SqsFault,
-    check_range,
-    fault_of,
-)
+from penstock.wire.sqs.protocol import AttributeValue, SqsFault, check_range, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
