@@ -13,7 +13,7 @@ import math
 import threading
 from array import array
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -108,7 +108,7 @@ class Figures:
         self.published, self.waiting = History(), History()
         self._published = (0.0, -1)
         self._looked = self._list_at = -math.inf
-        self._histories = self._next = 0
+        self._next = 0
         self._read, self._wake, self._stopped = (threading.Event() for _ in range(3))
 
     def start(self) -> None:
@@ -142,9 +142,8 @@ class Figures:
         now, came = self._seconds(), stats.enqueued_total + stats.moved_in_total
         figures = self.queues.setdefault(stats.queue, QueueFigures(stats))
         figures.stats = stats
-        if figures.history is None and self._histories < limits.CONSOLE_MAX_HISTORIES:
+        if figures.history is None and len(self.queues) <= limits.CONSOLE_MAX_HISTORIES:
             figures.history = History()
-            self._histories += 1
         if figures.history is not None:
             figures.history.put(self.minute, stats.available + stats.delayed + stats.in_flight)
         samples = figures.samples
@@ -184,17 +183,13 @@ class Figures:
         now = self._seconds()
         self._list_at = now + pause * (now - begin)
         for gone in self.queues.keys() - set(self.names):
-            self._forget(gone)
-
-    def _forget(self, name: str) -> None:
-        figures = self.queues.pop(name, None)
-        self._histories -= figures is not None and figures.history is not None
+            self.queues.pop(gone, None)
 
     def _ask(self, name: str) -> None:
         try:
             self.note(self._broker.stats(name))
         except (QueueNotFound, StoreDamaged):
-            self._forget(name)
+            self.queues.pop(name, None)
 
     def _read_queues(self, *, watched: bool) -> None:
         """Ask about every queue, a slice of them at a time.
@@ -258,12 +253,11 @@ def duration(ms: float | None) -> str:
         return NOTHING
     if ms < 1_000:
         return f"{ms:.0f} ms"
-    for index, (unit_ms, name) in enumerate(_STEPS):
+    for (unit_ms, name), (small_ms, small) in pairwise((*_STEPS, (1_000, ""))):
         if ms >= unit_ms:
             count, rest = divmod(int(ms), unit_ms)
-            below = _STEPS[index + 1 : index + 2]
-            small = rest // below[0][0] if below else 0
-            return f"{count} {name} {small} {below[0][1]}" if small else f"{count} {name}"
+            below = rest // small_ms
+            return f"{count} {name} {below} {small}" if below else f"{count} {name}"
     return NOTHING
 
 

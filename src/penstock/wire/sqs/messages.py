@@ -129,27 +129,25 @@ def _check_name(name: str) -> None:
 
 
 def _check_value(name: str, value: AttributeValue) -> None:
-    data_type = value.data_type
+    data_type, about = value.data_type, f"The message attribute '{name}'"
     if not data_type:
-        raise SqsFault.invalid(
-            f"The message attribute '{name}' must contain non-empty message attribute type."
-        )
+        raise SqsFault.invalid(f"{about} must contain non-empty message attribute type.")
     kind = data_type.partition(".")[0]
     if kind not in {"String", "Number", "Binary"} or len(data_type) > 256:
         raise SqsFault.invalid(
-            f"The message attribute '{name}' has an invalid message attribute type, the set of "
-            "supported type prefixes is Binary, Number, and String."
+            f"{about} has an invalid message attribute type, the set of supported type prefixes is "
+            "Binary, Number, and String."
         )
     if not (value.binary_value if kind == "Binary" else value.string_value):
         raise SqsFault.invalid(
-            f"The message attribute '{name}' must contain non-empty message attribute value for "
-            f"message attribute type '{data_type}'."
+            f"{about} must contain non-empty message attribute value for message attribute type "
+            f"'{data_type}'."
         )
     text = value.string_value
     if text is None:
         return
     if kind == "Binary" or value.binary_value is not None:
-        raise SqsFault.invalid(f"The message attribute '{name}' must have one value, not two.")
+        raise SqsFault.invalid(f"{about} must have one value, not two.")
     if not (speakable(text) and speakable(data_type)):
         raise SqsFault("InvalidMessageContents", f"Invalid characters in attribute '{name}'.")
     if kind == "Number" and (len(text) > _MAX_NUMBER_CHARS or not _NUMBER.fullmatch(text.strip())):
@@ -280,8 +278,6 @@ def select(
 ) -> dict[str, AttributeValue]:
     """Keep the attributes that a receiver asks for: by name, by ``prefix.*``, or all."""
     wanted = set(names)
-    if not wanted:
-        return {}
     if "All" in wanted or ".*" in wanted:
         return attributes
     prefixes = tuple(name[:-2] for name in wanted if name.endswith(".*"))

@@ -31,8 +31,7 @@ QUERY_CODES: Final = {
         name: f"{_PREFIX}{name}"
         for name in (
             *("BatchEntryIdsNotDistinct", "BatchRequestTooLong", "EmptyBatchRequest"),
-            *("InvalidBatchEntryId", "MessageNotInflight", "PurgeQueueInProgress"),
-            *("QueueDeletedRecently", "TooManyEntriesInBatchRequest", "UnsupportedOperation"),
+            *("InvalidBatchEntryId", "PurgeQueueInProgress", "TooManyEntriesInBatchRequest"),
         )
     },
     "QueueDoesNotExist": f"{_PREFIX}NonExistentQueue",
