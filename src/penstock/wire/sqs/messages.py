@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode, b64encode
-from contextlib import suppress
 from hashlib import md5
 from struct import Struct
 from typing import TYPE_CHECKING, Final
@@ -257,11 +256,13 @@ def _attribute(data_type: str, text: str) -> AttributeValue:
 
 def shown_body(payload: bytes) -> tuple[str, bool]:
     """Return a payload as text, and whether that is base64 because it is no text for SQS."""
-    with suppress(UnicodeDecodeError):
+    try:
         text = payload.decode()
-        if speakable(text, payload):
-            return text, False
-    return b64encode(payload).decode(), True
+    except UnicodeDecodeError:
+        text = None
+    if text is None or not speakable(text, payload):
+        return b64encode(payload).decode(), True
+    return text, False
 
 
 def speakable(text: str, data: bytes | None = None) -> bool:
