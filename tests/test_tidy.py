@@ -87,7 +87,7 @@ LAYERS = {
     "client": {
         "addresses",
         *GROUND,
-        *("clock", "consuming", "packing", "store", "tracing", "validation", "wire"),
+        *("broker", "clock", "consuming", "packing", "store", "tracing", "validation", "wire"),
     },
     "urls": {*GROUND, "broker", "client", "clock", "engines", "store", "tracing"},
     "readers": {*GROUND, "broker", "clock", "engines", "urls"},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.client import calls
-from penstock.client.calls import Uncertain
+from penstock.client.calls import Uncertain, Verb, Verbs
 from penstock.client.connection import PING_MS, SILENCE_MS, ClientConnection, Options, Phase
 from penstock.errors import (
     BrokerClosed,
@@ -35,6 +35,13 @@ def taken(items: list[Any]) -> list[Any]:
     found = items[:]
     items.clear()
     return found
+
+
+def asked(verb: Verb[..., Any], *args: Any) -> calls.Call[Any]:
+    """Make the call of a verb."""
+    call = verb.__wrapped__(*args)
+    assert isinstance(call, calls.Call)
+    return call
 
 
 class Talk:
@@ -94,7 +101,7 @@ def talk() -> Talk:
 
 def test_answers_come_in_any_order(talk: Talk) -> None:
     talk.call("a", calls.ping())
-    talk.call("b", calls.stats("q"))
+    talk.call("b", asked(Verbs.stats, "q"))
     talk.call("c", calls.ping())
     a, b, c = talk.sent()
     talk.say((1, c.id, 3))
@@ -123,7 +130,7 @@ def test_calls_wait_for_the_welcome() -> None:
 
 
 REPEATED = [
-    calls.stats("q"),
+    asked(Verbs.stats, "q"),
     calls.extend(["r"], lease_ms=1),
     calls.ack(["r"]),
     calls.release(["r"]),
@@ -134,10 +141,10 @@ NOT_REPEATED = [
     calls.claim("q"),
     calls.publish([Message(b"", dedup_id="d"), Message(b"")]),
     calls.send("q", b""),
-    calls.purge("q"),
-    calls.redrive("q"),
-    calls.move("q", "r"),
-    calls.delete_queue("q"),
+    asked(Verbs.purge, "q"),
+    asked(Verbs.redrive, "q"),
+    asked(Verbs.move, "q", "r"),
+    asked(Verbs.delete_queue, "q"),
     calls.update_queue("q"),
 ]
 
@@ -175,10 +182,10 @@ def test_what_was_not_sent_can_be_sent_later(talk: Talk, call: calls.Call[Any]) 
 
 def test_the_order_is_kept_across_connections(talk: Talk) -> None:
     for n in range(3):
-        talk.call(str(n), calls.stats(str(n)))
+        talk.call(str(n), asked(Verbs.stats, str(n)))
     talk.sent()
     talk.lose()
-    talk.call("3", calls.stats("3"))
+    talk.call("3", asked(Verbs.stats, "3"))
     talk.greet()
     assert [request.queue for request in talk.sent() if isinstance(request, wire.Stats)] == [
         "0",
@@ -227,17 +234,17 @@ def test_what_a_stopping_server_did_not_do_is_sent_to_the_next(talk: Talk) -> No
 
 
 def test_a_final_farewell_ends_the_client(talk: Talk) -> None:
-    talk.call("a", calls.stats("q"))
+    talk.call("a", asked(Verbs.stats, "q"))
     talk.sent()
     talk.say(wire.Bye("NotAllowed", "no key", final=True))
-    talk.call("b", calls.stats("q"))
+    talk.call("b", asked(Verbs.stats, "q"))
     talk.told()
     assert [type(talk.results[name]) for name in "ab"] == [NotAllowed, NotAllowed]
     assert talk.core.hang_up
 
 
 def test_a_server_that_has_lost_its_store_is_left_for_the_next_owner(talk: Talk) -> None:
-    talk.call("safe", calls.queues())
+    talk.call("safe", asked(Verbs.queues))
     talk.call("unsafe", calls.claim("q"))
     safe, unsafe = talk.sent()
     talk.say(wire.Failure(unsafe.id, "StoreFenced", "another has it"))
@@ -270,7 +277,7 @@ def test_what_a_server_said_before_it_is_left_counts(talk: Talk) -> None:
 
 
 def test_patience_ends_with_servers_that_have_lost_their_store(talk: Talk) -> None:
-    talk.call("safe", calls.queues())
+    talk.call("safe", asked(Verbs.queues))
     for _ in range(3):
         (request,) = talk.sent()
         talk.say(wire.Failure(request.id, "StoreFenced", "another has it"))
@@ -304,7 +311,7 @@ def test_a_subscription_outlives_more_than_one_server_that_has_lost_its_store() 
 
 def test_patience_ends(talk: Talk) -> None:
     talk.lose()
-    talk.call("a", calls.stats("q"))
+    talk.call("a", asked(Verbs.stats, "q"))
     talk.now_ms += 4_999
     talk.core.tick(talk.now_ms)
     assert talk.told() == {}
@@ -369,9 +376,9 @@ def test_a_server_that_dies_in_the_middle_of_a_long_frame_is_noticed(talk: Talk)
 
 
 def test_a_call_that_is_not_answered_in_time_fails(talk: Talk) -> None:
-    talk.call("stats", calls.stats("q"))
+    talk.call("stats", asked(Verbs.stats, "q"))
     talk.call("claim", calls.claim("q", wait_ms=2_000))
-    talk.call("long", calls.purge("q"))
+    talk.call("long", asked(Verbs.purge, "q"))
     stats, claim, purge = talk.sent()
     for ms, over in [(4_999, set()), (1, {"stats"}), (1_999, {"stats"}), (1, {"stats", "claim"})]:
         talk.now_ms += ms
@@ -394,8 +401,8 @@ def test_a_call_that_is_not_answered_in_time_fails(talk: Talk) -> None:
 
 
 def test_a_call_is_not_late_while_bytes_go_out_or_come_in(talk: Talk) -> None:
-    talk.call("a", calls.stats("q"))
-    talk.call("b", calls.stats("q"))
+    talk.call("a", asked(Verbs.stats, "q"))
+    talk.call("b", asked(Verbs.stats, "q"))
     first, _ = talk.sent()
     for taken in (0, 1_000, 2_000, 3_000):
         talk.core.progressed(Progress(taken, all=False), talk.now_ms)
@@ -433,7 +440,7 @@ def test_garbage_ends_the_connection(talk: Talk, garbage: bytes) -> None:
 
 
 def test_an_answer_of_another_type_fails_its_call_alone(talk: Talk) -> None:
-    talk.call("a", calls.stats("q"))
+    talk.call("a", asked(Verbs.stats, "q"))
     talk.call("b", calls.ping())
     a, b = talk.sent()
     talk.say((1, a.id, "not stats"))
@@ -453,7 +460,7 @@ def test_an_answer_in_parts(talk: Talk) -> None:
 
 def test_what_can_not_be_sent_fails_alone(talk: Talk) -> None:
     talk.call("a", calls.create_queue("q", lease_ms=object()))
-    talk.call("b", calls.stats("q"))
+    talk.call("b", asked(Verbs.stats, "q"))
     assert len(talk.sent()) == 1
     assert isinstance(talk.results["a"], InvalidInput)
 
@@ -475,7 +482,7 @@ def test_a_withdrawn_claim_is_cancelled_and_what_came_is_given_back(talk: Talk) 
 def test_a_client_leaves_an_older_server_for_good() -> None:
     talk = Talk()
     talk.greet(wire.Welcome(4, "test", "s", {}))
-    talk.call("a", calls.stats("q"))
+    talk.call("a", asked(Verbs.stats, "q"))
     assert not talk.sent()
     assert "the server speaks version 4" in str(talk.results["a"])
 
@@ -498,9 +505,9 @@ def test_dedup_ids_are_made_once_and_are_all_different() -> None:
 
 
 def test_a_closed_client_fails_everything(talk: Talk) -> None:
-    talk.call("a", calls.stats("q"))
+    talk.call("a", asked(Verbs.stats, "q"))
     talk.core.close()
-    talk.call("b", calls.stats("q"))
+    talk.call("b", asked(Verbs.stats, "q"))
     talk.told()
     assert [type(talk.results[name]) for name in "ab"] == [BrokerClosed, BrokerClosed]
 

@@ -1,9 +1,11 @@
 """Every verb of the client, once: its request, its answer, and whether it may be repeated.
 
-A verb is a function with the signature of the broker's method. It returns a :class:`Call`, or is
-a generator of calls if it takes several. A :class:`Verb` is a descriptor around such a function:
-on a :class:`Waiting` client it is a method that returns the result, on an :class:`Awaiting` one a
-method that returns a coroutine of it, with the same parameters either way; type checkers see both.
+:class:`Verbs` is the table. Most verbs are a method of the broker whose parameters are the fields
+of a request: :func:`_ask` makes those. The others are functions with the signature of the broker's
+method, which return a :class:`Call`, or are generators of calls if they take several. A
+:class:`Verb` is a descriptor around such a function: on a :class:`Waiting` client it is a method
+that returns the result, on an :class:`Awaiting` one a method that returns a coroutine of it, with
+the same parameters either way; type checkers see both.
 """
 
 from __future__ import annotations
@@ -12,12 +14,23 @@ import inspect
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
-from functools import partial
-from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from functools import partial, wraps
+from typing import (
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 import msgspec
 
 from penstock import limits
+from penstock.broker.broker import Broker
 from penstock.errors import InvalidInput, InvalidReceipt
 from penstock.model import (
     Assigned,
@@ -35,7 +48,6 @@ from penstock.model import (
     Page,
     QueueSpec,
     QueueStats,
-    State,
     StoreInfo,
     StoreStats,
     SweepCounts,
@@ -47,7 +59,6 @@ from penstock.validation import (
     check_assignments,
     check_count,
     check_ids,
-    check_optional,
     check_queue_name,
     check_receipts,
     check_state,
@@ -191,51 +202,6 @@ def extend(
     return Call(wire.Extend(0, batch, lease_ms, queue), list[Outcome])
 
 
-# --- looking and mass moves -----------------------------------------------------------------------
-
-
-def browse(
-    queue: str,
-    *,
-    state: State | str = State.AVAILABLE,
-    limit: int = 100,
-    cursor: str | None = None,
-    payloads: bool = True,
-    message_id: int | None = None,
-) -> Call[Page]:
-    """Look at messages without leasing them; go on with ``cursor=page.next_cursor``.
-
-    With ``message_id`` the page has that message alone, in whatever state it is.
-    """
-    if message_id is not None:
-        check_ids([message_id])
-    checked = check_state(state).value
-    request = wire.Browse(0, queue, checked, limit, cursor, bool(payloads), message_id)
-    return Call(request, wire.Entries, finish=lambda page: Page(page.entries, page.next_cursor))
-
-
-def attempts(queue: str, message_id: int) -> Call[list[Attempt]]:
-    """Return every attempt at a message of a queue, the running one last."""
-    check_ids([message_id])
-    return Call(wire.Attempts(0, queue, message_id), list[Attempt])
-
-
-def explain(queue: str, message_id: int) -> Call[MessageExplanation]:
-    """Explain why a message is, or is not, in a queue, and say where it is."""
-    check_ids([message_id])
-    return Call(wire.Explain(0, queue, message_id), MessageExplanation)
-
-
-def stats(queue: str) -> Call[QueueStats]:
-    """Return a queue's depth by state, oldest age and totals."""
-    return Call(wire.Stats(0, queue), QueueStats)
-
-
-def store_stats() -> Call[StoreStats]:
-    """Return the totals of the whole store."""
-    return Call(wire.StoreStats(0), StoreStats)
-
-
 def all_stats() -> Plan[list[QueueStats]]:
     """Return the stats of all queues, by name; those that damage hides are left out."""
     found: list[QueueStats] = []
@@ -245,50 +211,6 @@ def all_stats() -> Plan[list[QueueStats]]:
         found += page.stats
         after = page.after
     return found
-
-
-def redrive(
-    queue: str,
-    *,
-    message_ids: Iterable[int] | None = None,
-    where: str | Callable[[Mapping[str, Value]], bool] | None = None,
-) -> Call[int]:
-    """Make failed messages available again: all, or those of ``message_ids`` or of a filter."""
-    if where is not None and not isinstance(where, str):
-        raise InvalidInput("a server can't be sent a function: give where as the text of a filter")
-    ids = None if message_ids is None else check_ids(list(message_ids))
-    return Call(wire.Redrive(0, queue, ids, where), int, Repeat.NEVER)
-
-
-def purge(
-    queue: str,
-    *,
-    states: Sequence[State | str] = (State.AVAILABLE, State.DELAYED),
-    message_ids: Iterable[int] | None = None,
-    limit: int | None = None,
-) -> Call[int]:
-    """Remove the messages of a queue that are in one of the states, up to a limit; return how many.
-
-    A server that is older than ``limit`` removes all.
-    """
-    checked = [state.value for state in check_states(states)]
-    ids = None if message_ids is None else check_ids(list(message_ids))
-    check_optional(limit, "limit", 1, limits.MAX_OFFSET)
-    return Call(wire.Purge(0, queue, checked, ids, limit), int, Repeat.NEVER)
-
-
-def move(
-    queue: str,
-    to: str,
-    *,
-    state: State | str = State.FAILED,
-    message_ids: Iterable[int] | None = None,
-    limit: int | None = None,
-) -> Call[int]:
-    """Move messages from one queue to another, with their ids and attempts; return how many."""
-    ids = None if message_ids is None else check_ids(list(message_ids))
-    request = wire.Move(0, queue, to, check_state(state).value, ids, limit)
-    return Call(request, int, Repeat.NEVER)
 
 
 # --- queues ---------------------------------------------------------------------------------------
@@ -312,27 +234,7 @@ def update_queue(name: str, *, from_offset: int | None = None, **changes: Any) -
     return Call(wire.UpdateQueue(0, name, changes, from_offset), QueueSpec, Repeat.NEVER)
 
 
-def delete_queue(name: str, *, drain: bool = False) -> Call[int]:
-    """Remove a queue with every message in it, at once or when it has drained."""
-    return Call(wire.DeleteQueue(0, name, bool(drain)), int, Repeat.NEVER)
-
-
-def queues() -> Call[list[QueueSpec]]:
-    """Return the specs of all queues, by name."""
-    return Call(wire.Queues(0), list[QueueSpec])
-
-
-def queue(name: str) -> Call[QueueSpec]:
-    """Return the spec of a queue."""
-    return Call(wire.Queue(0, name), QueueSpec)
-
-
 # --- the metadata log -----------------------------------------------------------------------------
-
-
-def read_log(log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> Call[LogPage]:
-    """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
-    return Call(wire.ReadLog(0, log, begin, limit), LogPage)
 
 
 def assign(
@@ -342,11 +244,6 @@ def assign(
     check_assignments(cursor, assignments)
     plain = {message_id: list(names) for message_id, names in assignments.items()}
     return Call(wire.Assign(0, log, cursor, plain, epoch), Assigned, Repeat.NEVER)
-
-
-def take_epoch() -> Call[int]:
-    """Fence every pipeline that took an epoch before; name the new one in ``assign``."""
-    return Call(wire.TakeEpoch(0), int)
 
 
 def backfill(
@@ -380,31 +277,6 @@ def backfill(
         if total.next >= step.end:
             return total
         begin, until = total.next, step.end
-
-
-def configure_log(
-    *,
-    logs: int | None = None,
-    retention_ms: int | None = None,
-    routing: Literal["inline", "pipeline"] | None = None,
-) -> Call[LogStats]:
-    """Change the number of metadata logs, how long they are kept (0: for ever), or routing."""
-    return Call(wire.ConfigureLog(0, logs, retention_ms, routing), LogStats)
-
-
-def log_stats() -> Call[LogStats]:
-    """Describe the metadata log: offsets, logs, cursors, retention."""
-    return Call(wire.LogStats(0), LogStats)
-
-
-def info() -> Call[StoreInfo]:
-    """Say which store this is: id, design, routing."""
-    return Call(wire.Info(0), StoreInfo)
-
-
-def sweep(*, budget: int = 1_000) -> Call[SweepCounts]:
-    """Do what is due now, which the server does by itself a little later."""
-    return Call(wire.Sweep(0, budget), SweepCounts)
 
 
 def backup(name: str, *, incremental: bool = False) -> Call[tuple[str, int]]:
@@ -505,9 +377,57 @@ class _BoundVerb(partial[Any]):
 def _signature(verb: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a verb as a method; like one of ``async def`` it names the result."""
     made = inspect.signature(verb)
-    kind, _, result = made.return_annotation.partition("[")
-    assert kind in {"Call", "Plan"}
-    return made.replace(return_annotation=result.removesuffix("]"))
+    result = made.return_annotation.removeprefix("Call[").removeprefix("Plan[")
+    if result != made.return_annotation:
+        result = result.removesuffix("]")
+    return made.replace(return_annotation=result)
+
+
+# --- verbs that ask the server to call a method of the broker ------------------------------------
+
+
+def _check_where(where: object) -> object:
+    if not isinstance(where, str):
+        raise InvalidInput("a server can't be sent a function: give where as the text of a filter")
+    return where
+
+
+# Checks of arguments before they are sent, by parameter; what a check returns is sent. The broker
+# at the other end checks the others.
+_CHECKS: Final[dict[str, Callable[[Any], Any]]] = {
+    "state": check_state,
+    "states": check_states,
+    "message_id": lambda message_id: check_ids([message_id])[0],
+    "message_ids": check_ids,
+    "where": _check_where,
+    "payloads": bool,
+    "drain": bool,
+}
+
+
+def _ask(
+    method: Callable[Concatenate[Broker, P], R],
+    request: type[wire.Request],
+    answer: Any,
+    repeat: Repeat = Repeat.ALWAYS,
+    finish: Callable[[Any], R] | None = None,
+) -> Verb[P, R]:
+    """Make the verb of a method whose parameters are the fields of its request."""
+    signature = inspect.signature(method)
+    signature = signature.replace(parameters=[*signature.parameters.values()][1:])
+
+    @wraps(method)
+    def make(*args: P.args, **options: P.kwargs) -> Call[R]:
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        fields = {
+            name: value if value is None or name not in _CHECKS else _CHECKS[name](value)
+            for name, value in given.arguments.items()
+        }
+        return Call(request(0, **fields), answer, repeat, finish)
+
+    make.__signature__ = signature  # type: ignore[attr-defined]
+    return Verb(make)
 
 
 class Verbs:
@@ -519,27 +439,32 @@ class Verbs:
     ack = Verb(ack)
     release = Verb(release)
     extend = Verb(extend)
-    browse = Verb(browse)
-    attempts = Verb(attempts)
-    explain = Verb(explain)
-    stats = Verb(stats)
-    store_stats = Verb(store_stats)
-    redrive = Verb(redrive)
-    purge = Verb(purge)
-    move = Verb(move)
+
+    browse = _ask(
+        Broker.browse, wire.Browse, wire.Entries, finish=lambda it: Page(it.entries, it.next_cursor)
+    )
+    attempts = _ask(Broker.attempts, wire.Attempts, list[Attempt])
+    explain = _ask(Broker.explain, wire.Explain, MessageExplanation)
+    stats = _ask(Broker.stats, wire.Stats, QueueStats)
+    store_stats = _ask(Broker.store_stats, wire.StoreStats, StoreStats)
+    all_stats = Verb(all_stats)
+    redrive = _ask(Broker.redrive, wire.Redrive, int, Repeat.NEVER)
+    purge = _ask(Broker.purge, wire.Purge, int, Repeat.NEVER)
+    move = _ask(Broker.move, wire.Move, int, Repeat.NEVER)
+
     create_queue = Verb(create_queue)
     update_queue = Verb(update_queue)
-    delete_queue = Verb(delete_queue)
-    queues = Verb(queues)
-    queue = Verb(queue)
-    read_log = Verb(read_log)
+    delete_queue = _ask(Broker.delete_queue, wire.DeleteQueue, int, Repeat.NEVER)
+    queues = _ask(Broker.queues, wire.Queues, list[QueueSpec])
+    queue = _ask(Broker.queue, wire.Queue, QueueSpec)
+
+    read_log = _ask(Broker.read_log, wire.ReadLog, LogPage)
     assign = Verb(assign)
-    take_epoch = Verb(take_epoch)
+    take_epoch = _ask(Broker.take_epoch, wire.TakeEpoch, int)
     backfill = Verb(backfill)
-    configure_log = Verb(configure_log)
-    log_stats = Verb(log_stats)
-    info = Verb(info)
-    all_stats = Verb(all_stats)
-    sweep = Verb(sweep)
+    configure_log = _ask(Broker.configure_log, wire.ConfigureLog, LogStats)
+    log_stats = _ask(Broker.log_stats, wire.LogStats, LogStats)
+    info = _ask(Broker.info, wire.Info, StoreInfo)
+    sweep = _ask(Broker.sweep, wire.Sweep, SweepCounts)
     backup = Verb(backup)
     ping = Verb(ping)
