@@ -15,7 +15,7 @@ from tests.test_committer import refuse_syncs
 import penstock
 from penstock import ManualClock, Message, StorageFailed, SystemClock, Worker
 from penstock.server import running
-from penstock.server.queue_series import OTHERS
+from penstock.server.metrics import OTHERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

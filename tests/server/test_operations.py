@@ -18,8 +18,7 @@ from tests.test_committer import refuse_syncs
 import penstock
 from penstock import Message, StorageFailed, StoreFenced
 from penstock.server import running
-from penstock.server.metrics import Metrics, healthy
-from penstock.server.queue_series import OTHERS
+from penstock.server.metrics import OTHERS, Metrics, healthy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
