@@ -15,7 +15,7 @@ from penstock import LimitReached, Message
 from penstock.flight.client import FlightStore
 from penstock.server import running
 from penstock.server.keys import Keys, add_key, read_keys, write_keys
-from penstock.server.rates import Rate
+from penstock.server.security import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,9 +25,9 @@ from penstock.cli.main import cli
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable
 from penstock.flight.client import FlightStore
 from penstock.server import running
+from penstock.server.access import expires_at
 from penstock.server.keys import Keys, add_key, finish_rotation, rotate_key
 from penstock.server.metrics import WINDOW_SECONDS, Refusals, id_of
-from penstock.server.tls import expires_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,7 +24,7 @@ import msgspec
 from penstock import limits
 from penstock.addresses import Address
 from penstock.errors import InvalidInput
-from penstock.server.tls import handshake_reason
+from penstock.server.access import handshake_reason
 
 if TYPE_CHECKING:
     import ssl

@@ -27,8 +27,7 @@ import msgspec
 from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
-from penstock.server.rates import Rate
-from penstock.server.security import ACTIONS, Principal
+from penstock.server.security import ACTIONS, Principal, Rate
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,10 +1,11 @@
-"""Principals and what they may do, and the guard of a server without keys."""
+"""Principals, what they may do and how fast, and the guard of a server without keys."""
 
 from __future__ import annotations
 
 import base64
 import ipaddress
 import re
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -12,9 +13,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock import limits
-from penstock.errors import NotAllowed, QueueNotFound
+from penstock.clock import loop_seconds
+from penstock.errors import LimitReached, NotAllowed, QueueNotFound
 from penstock.filters import default_filter, parse
-from penstock.server.rates import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,42 @@ if TYPE_CHECKING:
 
 _WAY_OUT: Final = "This server asks for no keys, so it takes no requests that "
 ACTIONS: Final = ("publish", "consume", "admin")
+
+
+class Rate:
+    """How fast one key may publish, whatever the protocol; 0: no limit. For calls from any thread.
+
+    A key has the messages and bytes of one second saved up at most. A publish is let in while
+    anything is left of them, however large it is; what it takes beyond that, the key waits for
+    afterwards. So a key keeps to its rate over time, and no batch is too large to ever be let in.
+    """
+
+    def __init__(
+        self, messages: int, payload_bytes: int, seconds: Callable[[], float] = loop_seconds
+    ) -> None:
+        self.limits = {"messages_per_second": messages, "bytes_per_second": payload_bytes}
+        self._left = {name: float(limit) for name, limit in self.limits.items()}
+        self._seconds = seconds
+        self._at = seconds()
+        self._lock = threading.Lock()
+
+    def spend(self, key_id: str, messages: int, payload_bytes: int) -> None:
+        """Count a publish, or refuse it: LimitReached names the limit and when to come again."""
+        with self._lock:
+            now = self._seconds()
+            passed, self._at = max(0.0, now - self._at), now
+            for name, limit in self.limits.items():
+                self._left[name] = min(float(limit), self._left[name] + passed * limit)
+            for name, limit in self.limits.items():
+                if limit and self._left[name] <= 0:
+                    wait_ms = int(1_000 * -self._left[name] / limit) + 1
+                    raise LimitReached(
+                        f"key {key_id!r} publishes too fast: {name}={limit}. Nothing was changed; "
+                        f"try again in {wait_ms} ms",
+                        retry_after_ms=wait_ms,
+                    )
+            self._left["messages_per_second"] -= messages
+            self._left["bytes_per_second"] -= payload_bytes
 
 
 class Principal(msgspec.Struct, eq=False):
