@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import pytest
@@ -437,7 +437,7 @@ def test_a_joint_change_full_of_messages_claims_for_subscribers_too(
     joints.clear()
 
     async def subscribe_and_publish() -> None:
-        served.batcher.subscribe(Reader("q", 20))
+        served.batcher.subscribe(cast("Any", Reader("q", 20)))
         await served.batcher.publish([Message(b"", {"queue": "other"})] * MAX_JOINT_MESSAGES)
 
     served.do(subscribe_and_publish())
@@ -455,7 +455,7 @@ def test_subscribers_of_many_queues_do_not_fill_a_joint_change_beyond_its_bound(
 
     async def subscribe() -> None:
         for each in readers:
-            served.batcher.subscribe(each)
+            served.batcher.subscribe(cast("Any", each))
 
     served.do(subscribe())
     eventually(lambda: all(each.got == 600 for each in readers))

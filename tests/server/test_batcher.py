@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_a_subscriber_that_fails_keeps_no_answer_from_others(
 
     async def story(batcher: Batcher) -> None:
         await batcher.publish([to("q")])
-        subscriber = Failing()
+        subscriber = cast("Any", Failing())
         batcher.subscribe(subscriber)
         ids = await asyncio.gather(batcher.publish([to("q")]), batcher.claim("q"))
         batcher.unsubscribe(subscriber)

@@ -8,12 +8,13 @@
 
 The requests of one turn share scans, commits and the sync. Claims that find nothing are parked,
 without a thread, until their queue gets something or their time is up. For subscribers with credit
-the change that makes messages available claims them too
-(:mod:`penstock.server.subscriptions`). Everything here runs on the
-loop's thread, but for the work of :meth:`Batcher.call`, and for joint changes of a store at the
-other end of a network: threads make those, so that the loop goes on while a database is away, and
-publishes, claims and settlements do not wait for each other. There is one joint change of each kind
-at a time, so that publishes keep their order; of a store on this machine one of all kinds.
+the change that makes messages available claims them too (:mod:`penstock.server.waiting`).
+
+Everything here runs on the loop's thread, but for the work of :meth:`Batcher.call`, and for joint
+changes of a store at the other end of a network: threads make those, so that the loop goes on while
+a database is away, and publishes, claims and settlements do not wait for each other. There is one
+joint change of each kind at a time, so that publishes keep their order; of a store on this machine
+all requests are of one kind.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ import threading
 from asyncio import Future
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from penstock import limits
 from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
 from penstock.errors import BrokerClosed, InvalidInput, PenstockError
 from penstock.packing import pack_messages
 from penstock.server.incremental import ServerBackups
-from penstock.server.subscriptions import MAX_CLAIMED, PushClaim, Subscriptions
-from penstock.server.waiting import WaitingClaim
+from penstock.server.waiting import MAX_CLAIMED, PushClaim, Subscriptions, WaitingClaim
 from penstock.store.codec.claimed import ClaimedMessages
 from penstock.validation import check_count, check_receipts, check_text
 
@@ -46,8 +46,13 @@ if TYPE_CHECKING:
     from penstock.broker.requests import Check, Request
     from penstock.model import Delivery, Message, Outcome
     from penstock.server.audit import Actor, AuditLog
-    from penstock.server.subscriptions import Subscriber
-    from penstock.server.waiting import Admission
+    from penstock.server.native.consumers import Consumer
+    from penstock.server.native.requests import PendingRequest
+    from penstock.server.waiting import ClaimWait
+
+    # The place for an answer, which is told on the loop's thread; the native request is told at
+    # once, without another turn of the loop.
+    Answer: TypeAlias = Future[Any] | PendingRequest
 
 log = logging.getLogger(__name__)
 
@@ -66,24 +71,8 @@ LOOK_THREADS: Final = 4
 FAR: Final = frozenset({"sql"})
 
 
-class Answer(Protocol):
-    """A future, or another place for an answer that is told at once, on the loop's thread."""
-
-    def done(self) -> bool:
-        """Whether it is answered, or was cancelled."""
-
-    def cancel(self) -> bool:
-        """Want no answer any more."""
-
-    def set_result(self, result: Any, /) -> None:
-        """Take the answer."""
-
-    def set_exception(self, error: Exception, /) -> None:
-        """Take the error that is the answer."""
-
-
 class _Kind:
-    """Requests to a far store that share joint changes, and whether one is under way."""
+    """Requests that share joint changes, and whether one is under way on a thread."""
 
     def __init__(self) -> None:
         self.gathered: dict[Answer, Request] = {}
@@ -101,7 +90,6 @@ class Batcher:
         self.backups = ServerBackups("", "")
         self.audit: AuditLog | None = None
         self._loop = loop
-        self._gathered: dict[Answer, Request] = {}
         self._scheduled = False
         # Requests whose joint change is begun and not answered yet.
         self._under_way = 0
@@ -120,12 +108,13 @@ class Batcher:
         self._lookers = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="penstock-look")
         # Jobs that those threads have been given.
         self._jobs: dict[Answer, concurrent.futures.Future[Any]] = {}
-        # Requests to a far store, by kind, and the threads that make its joint changes.
-        self._publishes, self._claims, self._settlements = _Kind(), _Kind(), _Kind()
-        self._kinds = (self._publishes, self._claims, self._settlements)
+        # Requests by kind, and the threads that make the joint changes of a far store.
+        self._publishes = self._claims = self._settlements = _Kind()
         self._changer: ThreadPoolExecutor | None = None
         if broker.info().design in FAR:
+            self._claims, self._settlements = _Kind(), _Kind()
             self._changer = ThreadPoolExecutor(3, thread_name_prefix="penstock-change")
+        self._kinds = dict.fromkeys((self._publishes, self._claims, self._settlements))
         broker.listen(self._wake_queue)
 
     @property
@@ -150,8 +139,8 @@ class Batcher:
 
     def submit(self, request: Publish | Ack, answer: Answer) -> None:
         """Do a request that was checked, and tell its answer once its change is durable."""
-        gathered = self._gathered if self._changer is None else self._kind_of(request).gathered
-        gathered[answer] = request
+        kind = self._publishes if type(request) is Publish else self._settlements
+        kind.gathered[answer] = request
         if not self._scheduled:
             self._schedule()
 
@@ -163,7 +152,7 @@ class Batcher:
         lease_ms: int | None = None,
         wait_ms: int = 0,
         consumer: str = "",
-        admission: Admission | None = None,
+        admission: ClaimWait | PendingRequest | None = None,
     ) -> Future[ClaimedMessages]:
         """Claim, as :meth:`Broker.claim`; cancel the future when its client has gone.
 
@@ -250,12 +239,12 @@ class Batcher:
         """Move deadlines, as :meth:`Broker.extend`."""
         return self.change(self.broker.extending(receipts, lease_ms, queue, check))
 
-    def subscribe(self, subscriber: Subscriber) -> None:
+    def subscribe(self, subscriber: Consumer) -> None:
         """Claim messages for a subscriber as they become available, while it has room."""
         self._subscriptions.add(subscriber)
         self._schedule()
 
-    def unsubscribe(self, subscriber: Subscriber) -> None:
+    def unsubscribe(self, subscriber: Consumer) -> None:
         """Claim no more for a subscriber; it is given what is claimed by now."""
         self._subscriptions.remove(subscriber)
 
@@ -305,7 +294,7 @@ class Batcher:
         """Wait for the requests under way. The broker stays open."""
         self.end_waits()
         self.backups.stop()
-        while self._gathered or self._under_way or any(kind.gathered for kind in self._kinds):
+        while self._under_way or any(kind.gathered for kind in self._kinds):
             await asyncio.sleep(0.001)
         # On a thread: it takes the broker's lock, which a slow store may hold.
         await asyncio.to_thread(self.broker.listen, None)
@@ -322,15 +311,13 @@ class Batcher:
             if self._changer is not None:
                 # It may wait long for its turn, and a cancelled request must not keep its bytes.
                 future.add_done_callback(self._drop)
-        gathered = self._gathered if self._changer is None else self._kind_of(request).gathered
-        gathered[future] = request
+        if isinstance(request, Publish):
+            self._publishes.gathered[future] = request
+        else:
+            kind = self._claims if isinstance(request, Claim) else self._settlements
+            kind.gathered[future] = request
         self._schedule()
         return future
-
-    def _kind_of(self, request: Request) -> _Kind:
-        if isinstance(request, Publish):
-            return self._publishes
-        return self._claims if isinstance(request, Claim) else self._settlements
 
     def _schedule(self) -> None:
         """Make a joint change in the next turn of the loop, or after the one under way."""
@@ -340,7 +327,7 @@ class Batcher:
 
     def _drop(self, answer: Answer) -> bool:
         """Drop a request that was cancelled before its turn; say whether its turn was to come."""
-        gathered = [self._gathered, *(kind.gathered for kind in self._kinds)]
+        gathered = (kind.gathered for kind in self._kinds)
         request = next((each.pop(answer) for each in gathered if answer in each), None)
         if isinstance(request, Claim):
             # It may have been woken for a message that another claim could have.
@@ -348,17 +335,31 @@ class Batcher:
         return request is not None
 
     def _work(self) -> None:
-        """Make one joint change of the gathered requests; of a far store, of each kind."""
+        """Make a joint change of the gathered requests of each kind."""
+        self._scheduled = False
+        for kind in self._kinds:
+            if not kind.changing:
+                self._begin_change(kind)
+
+    def _standing(self, queue: str, available: int | None) -> list[PushClaim]:
+        """Make claims for the subscribers of a queue; claims that are parked there go first."""
+        if queue not in self._parked:
+            return self._subscriptions.claims_of(queue, available)
+        self._wake_queue(queue, available)
+        return []
+
+    def _begin_change(self, kind: _Kind) -> None:
+        """Make a joint change of one kind; that of a far store on a thread."""
+        joint, made, kind.gathered = self._next(kind.gathered, pushes=kind is self._claims)
         if self._changer is not None:
-            self._scheduled = False
-            for kind in self._kinds:
-                if not kind.changing:
-                    self._begin_change(kind)
+            if made:
+                self._under_way += len(made)
+                kind.changing = True
+                change = self._loop.run_in_executor(self._changer, self.broker.begin, joint)
+                change.add_done_callback(lambda change: self._end_change(kind, made, change))
             return
-        joint, made, self._gathered = self._next(self._gathered, pushes=True)
-        self._scheduled = bool(self._gathered or self._subscriptions.due)
-        if self._scheduled:
-            self._loop.call_soon(self._work)
+        if kind.gathered or self._subscriptions.due:
+            self._schedule()
         if not made:
             return
         claims = len(joint.claims)
@@ -375,22 +376,6 @@ class Batcher:
             made += [(claim, None) for claim in joint.claims[claims:]]
         self._under_way += len(made)
         self._end_begun(made, number, failure)
-
-    def _standing(self, queue: str, available: int | None) -> list[PushClaim]:
-        """Make claims for the subscribers of a queue; claims that are parked there go first."""
-        if queue not in self._parked:
-            return self._subscriptions.claims_of(queue, available)
-        self._wake_queue(queue, available)
-        return []
-
-    def _begin_change(self, kind: _Kind) -> None:
-        """Make a joint change of one kind, on a thread."""
-        joint, made, kind.gathered = self._next(kind.gathered, pushes=kind is self._claims)
-        if made:
-            self._under_way += len(made)
-            kind.changing = True
-            change = self._loop.run_in_executor(self._changer, self.broker.begin, joint)
-            change.add_done_callback(lambda change: self._end_change(kind, made, change))
 
     def _end_change(self, kind: _Kind, made: list[_Gathered], change: Future[int]) -> None:
         """Go on after a joint change of a thread."""

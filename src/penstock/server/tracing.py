@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.broker.requests import Ack, Publish
 from penstock.packing import unpack_messages
-from penstock.server.batcher import Answer, Batcher
+from penstock.server.batcher import Batcher
 from penstock.tracing import (
     COUNT,
     TRACEPARENT,
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.model import Message, Outcome
-    from penstock.server.subscriptions import PushClaim
+    from penstock.server.batcher import Answer
+    from penstock.server.waiting import PushClaim
     from penstock.store.codec.claimed import ClaimedMessages
 
 T = TypeVar("T")

@@ -170,32 +170,25 @@ class NativeConnection(asyncio.Protocol):
 
     # --- requests ------------------------------------------------------------------------------
 
-    def _may_go_on(self) -> bool:
-        """Whether the next request may begin, by the bounds of this connection and of all."""
-        if (
-            len(self._at_work) >= limits.MAX_REQUESTS_AT_WORK
-            or self._bytes_at_work >= limits.MAX_BYTES_AT_WORK
-            or self._stuck_since is not None
-            or self._ending
-        ):
-            return False
-        listener = self._listener
-        if listener.bytes_at_work < limits.MAX_ALL_BYTES_AT_WORK:
-            return True
-        listener.waiting.add(self)
-        return False
-
     def _work(self) -> None:
         """Begin the requests that have come, as far as bounds allow; read on only if they do."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
+        listener, wanted = self._listener, False
         try:
-            while (
-                (wanted := self._may_go_on())
-                and self._reader.pending
-                and (frame := self._reader.take()) is not None
+            while not (
+                len(self._at_work) >= limits.MAX_REQUESTS_AT_WORK
+                or self._bytes_at_work >= limits.MAX_BYTES_AT_WORK
+                or self._stuck_since is not None
+                or self._ending
             ):
+                if listener.bytes_at_work >= limits.MAX_ALL_BYTES_AT_WORK:
+                    listener.waiting.add(self)
+                    break
+                if not self._reader.pending or (frame := self._reader.take()) is None:
+                    wanted = True
+                    break
                 if self._principal is None:
                     self._greet(frame)
                 else:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.server.native import NativeListener
     from penstock.server.security import Principal
-    from penstock.server.subscriptions import PushClaim
+    from penstock.server.waiting import PushClaim
     from penstock.store.codec.claimed import ClaimedMessages
     from penstock.wire.native import Consume, Credit
 

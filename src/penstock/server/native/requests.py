@@ -198,7 +198,8 @@ def _explain(batcher: Batcher, pending: PendingRequest, principal: Principal) ->
 def _publish(batcher: Batcher, pending: PendingRequest, principal: Principal) -> None:
     request = pending.request
     check_packed(request.messages)
-    principal.spend_rate(request.messages)
+    if principal.rate is not None:
+        principal.spend_rate(request.messages)
     batcher.submit(Publish(request.messages, request.queue), pending)
 
 
