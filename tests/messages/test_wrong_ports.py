@@ -18,8 +18,8 @@ from penstock.client.connection import ClientConnection, Options, Phase
 from penstock.errors import ServerUnreachable
 from penstock.server import running
 from penstock.server.config import Config
+from penstock.wire.frames import protocol_of
 from penstock.wire.native import DEFAULT_PORT
-from penstock.wire.peers import protocol_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

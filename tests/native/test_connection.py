@@ -20,8 +20,7 @@ from penstock.errors import (
 )
 from penstock.model import Message, Outcome, OutcomeStatus
 from penstock.wire import native as wire
-from penstock.wire.frames import FrameReader
-from penstock.wire.peers import Progress
+from penstock.wire.frames import FrameReader, Progress
 
 encoder = wire.Encoder()
 WELCOME = wire.Welcome(wire.VERSION, "test", "s", {})

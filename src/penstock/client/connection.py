@@ -31,14 +31,13 @@ from penstock.client.calls import Call, Repeat, cancel, doubtful, may_repeat, pi
 from penstock.client.turns import Turns
 from penstock.errors import BrokerClosed, InvalidInput, ServerUnreachable, StoreFenced
 from penstock.wire import native as wire
-from penstock.wire.frames import FrameReader
+from penstock.wire.frames import FrameReader, protocol_of
 from penstock.wire.native import error_of
-from penstock.wire.peers import protocol_of
 
 if TYPE_CHECKING:
     from penstock.client.consumers import Subscription
     from penstock.errors import PenstockError
-    from penstock.wire.peers import Progress
+    from penstock.wire.frames import Progress
 
 log = logging.getLogger(__name__)
 

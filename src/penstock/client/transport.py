@@ -21,8 +21,8 @@ from penstock.addresses import (
 )
 from penstock.client.connection import ClientConnection, Options, Phase
 from penstock.errors import BrokerClosed, InvalidUrl, ServerUnreachable
+from penstock.wire.frames import progress_of
 from penstock.wire.native import DEFAULT_PORT
-from penstock.wire.peers import progress_of
 
 if TYPE_CHECKING:
     from penstock.addresses import ServerUrl

@@ -28,9 +28,8 @@ from penstock.server.native.requests import (
 from penstock.server.security import ANYONE, told
 from penstock.validation import check_count
 from penstock.wire import native as wire
-from penstock.wire.frames import FrameReader
+from penstock.wire.frames import NOT_HTTP, FrameReader, progress_of, protocol_of
 from penstock.wire.native import failure_of
-from penstock.wire.peers import NOT_HTTP, progress_of, protocol_of
 
 if TYPE_CHECKING:
     from asyncio import Future

@@ -77,8 +77,11 @@ def _publishes(principal: Principal, request: wire.Publish) -> None:
         principal.check("publish", request.queue)
 
 
-def _consumes(principal: Principal, request: Any) -> None:
-    principal.check("consume", request.queue)
+def _may(*actions: str, of: str = "") -> Callable[[Principal, Any], None]:
+    """Check that one of the actions is allowed: on the queue of a field, or else on all queues."""
+    return lambda principal, request: principal.check_any(
+        actions, getattr(request, of) if of else None
+    )
 
 
 def _settles(principal: Principal, request: Any) -> None:
@@ -89,14 +92,6 @@ def _settles(principal: Principal, request: Any) -> None:
         raise NotAllowed(f"key {principal.key_id!r} may not consume")
 
 
-def _administers(principal: Principal, request: Any) -> None:
-    principal.check("admin", getattr(request, "queue", None) or getattr(request, "name", None))
-
-
-def _administers_all(principal: Principal, _request: Any) -> None:
-    principal.check("admin")
-
-
 def _configures(principal: Principal, request: wire.CreateQueue | wire.UpdateQueue) -> None:
     changes = request.settings if isinstance(request, wire.CreateQueue) else request.changes
     check_settings(principal, request.name, changes)
@@ -105,18 +100,6 @@ def _configures(principal: Principal, request: wire.CreateQueue | wire.UpdateQue
 def _moves(principal: Principal, request: wire.Move) -> None:
     principal.check("admin", request.queue)
     check_target(principal, request.to)
-
-
-def _may_see(principal: Principal, queue: str | None) -> bool:
-    return any(principal.may(action, queue) for action in ("consume", "admin"))
-
-
-def _looks(principal: Principal, _request: Any) -> None:
-    principal.check_any(("consume", "admin"))
-
-
-def _looks_at(principal: Principal, request: wire.Queue) -> None:
-    principal.check_any(("consume", "publish", "admin"), request.name)
 
 
 # --- actions -----------------------------------------------------------------------------------
@@ -191,8 +174,11 @@ def _backfill(broker: Broker, queue: str, begin: Any, to: Any) -> wire.Step:
 
 
 def _explain(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
+    def sees(queue: str | None) -> bool:
+        return principal.may("consume", queue) or principal.may("admin", queue)
+
     fields = _fields(pending.request)
-    return batcher.call(lambda broker: broker.explain_to(partial(_may_see, principal), **fields))
+    return batcher.call(lambda broker: broker.explain_to(sees, **fields))
 
 
 def _publish(batcher: Batcher, pending: PendingRequest, principal: Principal) -> None:
@@ -221,35 +207,38 @@ def _settle(verb: Callable[..., Any]) -> Any:
     )
 
 
+_consume: Final = _may("consume", of="queue")
+_look: Final = _may("consume", "admin")
+_admin: Final = _may("admin")
 VERBS: Final[dict[type[Any], Verb]] = {
     wire.Publish: Verb(_publishes, _publish, batched=True),
-    wire.Claim: Verb(_consumes, _claim, batched=True),
+    wire.Claim: Verb(_consume, _claim, batched=True),
     wire.Ack: Verb(_settles, _ack, batched=True),
     wire.Release: Verb(_settles, _settle(Batcher.release), batched=True),
     wire.Extend: Verb(_settles, _settle(Batcher.extend), batched=True),
-    wire.Browse: Verb(_consumes, _call(_browse)),
-    wire.Attempts: Verb(_consumes, _call(Broker.attempts)),
-    wire.Explain: Verb(_consumes, _explain),
-    wire.Stats: Verb(_consumes, _call(Broker.stats)),
-    wire.StoreStats: Verb(_looks, _call(Broker.store_stats)),
-    wire.Queues: Verb(_looks, _call(Broker.queues)),
-    wire.Queue: Verb(_looks_at, _call(Broker.queue)),
+    wire.Browse: Verb(_consume, _call(_browse)),
+    wire.Attempts: Verb(_consume, _call(Broker.attempts)),
+    wire.Explain: Verb(_consume, _explain),
+    wire.Stats: Verb(_consume, _call(Broker.stats)),
+    wire.StoreStats: Verb(_look, _call(Broker.store_stats)),
+    wire.Queues: Verb(_look, _call(Broker.queues)),
+    wire.Queue: Verb(_may("consume", "publish", "admin", of="name"), _call(Broker.queue)),
     wire.CreateQueue: Verb(_configures, _call(Broker.create_queue)),
     wire.UpdateQueue: Verb(_configures, _call(Broker.update_queue)),
-    wire.DeleteQueue: Verb(_administers, _call(Broker.delete_queue)),
-    wire.Redrive: Verb(_administers, _call(Broker.redrive)),
-    wire.Purge: Verb(_administers, _call(Broker.purge)),
+    wire.DeleteQueue: Verb(_may("admin", of="name"), _call(Broker.delete_queue)),
+    wire.Redrive: Verb(_may("admin", of="queue"), _call(Broker.redrive)),
+    wire.Purge: Verb(_may("admin", of="queue"), _call(Broker.purge)),
     wire.Move: Verb(_moves, _call(Broker.move)),
-    wire.ReadLog: Verb(_looks, _call(Broker.read_log)),
-    wire.Assign: Verb(_administers, _call(Broker.assign)),
-    wire.TakeEpoch: Verb(_administers, _call(Broker.take_epoch)),
-    wire.Backfill: Verb(_administers, _call(_backfill)),
-    wire.ConfigureLog: Verb(_administers, _call(Broker.configure_log)),
-    wire.LogStats: Verb(_looks, _call(Broker.log_stats)),
-    wire.Info: Verb(_looks, _call(Broker.info)),
-    wire.AllStats: Verb(_looks, _call(_all_stats)),
-    wire.Sweep: Verb(_administers, _call(Broker.sweep)),
-    wire.Backup: Verb(_administers_all, _backup),
+    wire.ReadLog: Verb(_look, _call(Broker.read_log)),
+    wire.Assign: Verb(_admin, _call(Broker.assign)),
+    wire.TakeEpoch: Verb(_admin, _call(Broker.take_epoch)),
+    wire.Backfill: Verb(_may("admin", of="queue"), _call(_backfill)),
+    wire.ConfigureLog: Verb(_admin, _call(Broker.configure_log)),
+    wire.LogStats: Verb(_look, _call(Broker.log_stats)),
+    wire.Info: Verb(_look, _call(Broker.info)),
+    wire.AllStats: Verb(_look, _call(_all_stats)),
+    wire.Sweep: Verb(_admin, _call(Broker.sweep)),
+    wire.Backup: Verb(_admin, _backup),
 }
 
 
