@@ -14,7 +14,7 @@ import msgspec
 import uvloop
 
 import penstock
-from penstock.client.calls import Verb, Verbs
+from penstock.client.calls import Verbs
 from penstock.clock import SystemClock
 from penstock.model import Message
 from penstock.server.batcher import Batcher
@@ -42,7 +42,7 @@ SLOW_SECONDS = 60
 encoder = wire.Encoder()
 HELLO = encoder.frame(wire.Hello(wire.MAGIC, wire.VERSION))
 
-VERB_NAMES = {name for name, verb in vars(Verbs).items() if isinstance(verb, Verb)}
+VERB_NAMES = {name for name in vars(Verbs) if not name.startswith("_")}
 
 
 def message(body: bytes = b"") -> Message:

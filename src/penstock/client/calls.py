@@ -2,10 +2,9 @@
 
 :class:`Verbs` is the table. Most verbs are a method of the broker whose parameters are the fields
 of a request: :func:`_ask` makes those. The others are functions with the signature of the broker's
-method, which return a :class:`Call`, or are generators of calls if they take several. A
-:class:`Verb` is a descriptor around such a function: on a :class:`Waiting` client it is a method
-that returns the result, on an :class:`Awaiting` one a method that returns a coroutine of it, with
-the same parameters either way; type checkers see both.
+method, which return a :class:`Call`, or are generators of calls if they take several. On a
+:class:`Waiting` client a verb is a method that returns the result, on an :class:`Awaiting` one a
+method that returns a coroutine of it, with the same parameters either way; type checkers see both.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from typing import (
     Generic,
     Literal,
     ParamSpec,
+    Protocol,
     TypeAlias,
     TypeVar,
+    cast,
     overload,
 )
 
@@ -329,21 +330,10 @@ class Awaiting:
     def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any: ...
 
 
-class Verb(Generic[P, R]):
-    """A verb as a method of either client."""
+class Verb(Protocol[P, R]):
+    """A method of either client, as type checkers see it; at run time it is a plain function."""
 
-    def __init__(self, verb: Callable[P, Call[R]] | Callable[P, Plan[R]]) -> None:
-        self.__wrapped__ = verb
-        self.__doc__ = verb.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.__name__ = name
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        bound = _signature(self.__wrapped__)
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        return bound.replace(parameters=[own, *bound.parameters.values()])
+    __wrapped__: Callable[P, Call[R]] | Callable[P, Plan[R]]
 
     @overload
     def __get__(self, client: None, owner: type) -> Verb[P, R]: ...
@@ -351,36 +341,24 @@ class Verb(Generic[P, R]):
     def __get__(self, client: Waiting, owner: type) -> Callable[P, R]: ...
     @overload
     def __get__(self, client: Awaiting, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
-    def __get__(self, client: Waiting | Awaiting | None, owner: type) -> Any:
-        if client is None:
-            return self
-        return _BoundVerb(client._run, self.__wrapped__)  # noqa: SLF001 - the clients' seam
-
-    def __call__(self, client: Waiting | Awaiting, /, *args: P.args, **options: P.kwargs) -> Any:
-        """Run the verb on a client, as an unbound method would."""
-        return client._run(self.__wrapped__, *args, **options)  # noqa: SLF001
 
 
-class _BoundVerb(partial[Any]):
-    """A verb of one client; ``help()`` shows it as it shows a method."""
+def _verb(make: Callable[P, Call[R]] | Callable[P, Plan[R]]) -> Verb[P, R]:
+    """Make the method of a function that makes calls; its signature names the result."""
 
-    __slots__ = ()
-    __name__ = property(lambda self: self.args[0].__name__)
-    __doc__ = property(lambda self: self.args[0].__doc__)
-    __signature__ = property(lambda self: _signature(self.args[0]))
+    @wraps(make)
+    def run(client: Waiting | Awaiting, /, *args: P.args, **options: P.kwargs) -> Any:
+        return client._run(make, *args, **options)  # noqa: SLF001 - the clients' seam
 
-    def __get__(self, instance: object, owner: type | None = None) -> _BoundVerb:
-        """Return itself: an object with this method is a routine for ``help()``."""
-        return self
-
-
-def _signature(verb: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a verb as a method; like one of ``async def`` it names the result."""
-    made = inspect.signature(verb)
-    result = made.return_annotation.removeprefix("Call[").removeprefix("Plan[")
-    if result != made.return_annotation:
-        result = result.removesuffix("]")
-    return made.replace(return_annotation=result)
+    made = inspect.signature(make)
+    result = made.return_annotation
+    if result.startswith(("Call[", "Plan[")):
+        result = result[len("Call[") : -1]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [own, *made.parameters.values()]
+    signature = made.replace(parameters=parameters, return_annotation=result)
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return cast("Verb[P, R]", run)
 
 
 # --- verbs that ask the server to call a method of the broker ------------------------------------
@@ -427,18 +405,18 @@ def _ask(
         return Call(request(0, **fields), answer, repeat, finish)
 
     make.__signature__ = signature  # type: ignore[attr-defined]
-    return Verb(make)
+    return _verb(make)
 
 
 class Verbs:
     """The verbs of :class:`penstock.Broker` that a server can be asked for."""
 
-    publish = Verb(publish)
-    send = Verb(send)
-    claim = Verb(claim)
-    ack = Verb(ack)
-    release = Verb(release)
-    extend = Verb(extend)
+    publish = _verb(publish)
+    send = _verb(send)
+    claim = _verb(claim)
+    ack = _verb(ack)
+    release = _verb(release)
+    extend = _verb(extend)
 
     browse = _ask(
         Broker.browse, wire.Browse, wire.Entries, finish=lambda it: Page(it.entries, it.next_cursor)
@@ -447,24 +425,24 @@ class Verbs:
     explain = _ask(Broker.explain, wire.Explain, MessageExplanation)
     stats = _ask(Broker.stats, wire.Stats, QueueStats)
     store_stats = _ask(Broker.store_stats, wire.StoreStats, StoreStats)
-    all_stats = Verb(all_stats)
+    all_stats = _verb(all_stats)
     redrive = _ask(Broker.redrive, wire.Redrive, int, Repeat.NEVER)
     purge = _ask(Broker.purge, wire.Purge, int, Repeat.NEVER)
     move = _ask(Broker.move, wire.Move, int, Repeat.NEVER)
 
-    create_queue = Verb(create_queue)
-    update_queue = Verb(update_queue)
+    create_queue = _verb(create_queue)
+    update_queue = _verb(update_queue)
     delete_queue = _ask(Broker.delete_queue, wire.DeleteQueue, int, Repeat.NEVER)
     queues = _ask(Broker.queues, wire.Queues, list[QueueSpec])
     queue = _ask(Broker.queue, wire.Queue, QueueSpec)
 
     read_log = _ask(Broker.read_log, wire.ReadLog, LogPage)
-    assign = Verb(assign)
+    assign = _verb(assign)
     take_epoch = _ask(Broker.take_epoch, wire.TakeEpoch, int)
-    backfill = Verb(backfill)
+    backfill = _verb(backfill)
     configure_log = _ask(Broker.configure_log, wire.ConfigureLog, LogStats)
     log_stats = _ask(Broker.log_stats, wire.LogStats, LogStats)
     info = _ask(Broker.info, wire.Info, StoreInfo)
     sweep = _ask(Broker.sweep, wire.Sweep, SweepCounts)
-    backup = Verb(backup)
-    ping = Verb(ping)
+    backup = _verb(backup)
+    ping = _verb(ping)

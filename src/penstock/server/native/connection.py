@@ -370,20 +370,18 @@ class NativeConnection(asyncio.Protocol):
             self._consumers.end(request.claim)
             return
         pending = self._waits.get(request.claim)
-        batched = pending is not None and pending.future is not None and not pending.refused
-        done = pending is not None
-        if pending is not None and batched:
-            assert pending.future is not None
+        held = pending is not None and (pending.future is None or pending.refused)
+        done = held
+        if pending is not None and pending.future is not None and not held:
             done = pending.future.cancel()
         self._write(self._encoder.frame((1, request.id, done)))
-        if pending is not None and not batched:
+        if pending is not None and held:
             self._answer_empty(pending)
 
     def _check_wait(self, request: wire.Claim) -> None:
         check_count(request.wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
-        most = limits.MAX_WAITING_CLAIMS
-        if len(self._waits) >= most:
-            raise InvalidInput(f"{most} claims of this connection wait already")
+        if len(self._waits) >= limits.MAX_WAITING_CLAIMS:
+            raise InvalidInput(f"{len(self._waits)} claims of this connection wait already")
         if request.id in self._waits:
             raise InvalidInput(f"a claim waits under the id {request.id} already")
 
@@ -439,9 +437,7 @@ class NativeConnection(asyncio.Protocol):
                 self._batcher.take_back(result.receipts())
             self._fail(pending, error)
         else:
-            slot, note = self._slot, self._listener.metrics.request
-            about = ("native", kind.__name__, loop_seconds() - pending.began, "ok")
-            note(*about, slot.key_id, slot.address, request, pending.waited_s)
+            self._count(pending, "ok")
         if not self._reading:
             self.go_on()
 
