@@ -102,7 +102,7 @@ LAYERS = {
     "server": {
         *BROKER,
         *("__init__", "addresses", "broker", "engines.disk", "engines.places", "flight.listener"),
-        *("readers", "tracing", "wire"),
+        *("readers", "wire"),
     },
     "flight": {
         *BROKER,

@@ -60,7 +60,6 @@ def test_clients_need_no_extra() -> None:
 
 
 COMMANDS = [
-    ("opentelemetry", "opentelemetry", "tracing", "serve --store memory: --tracing --http off"),
     (SPARK, "pyspark", "spark", "pipeline report --location grpc://127.0.0.1:1"),
     ("pyarrow numpy", "pyarrow", "flight", "pipeline status --location grpc://127.0.0.1:1"),
     ("prometheus_client", "prometheus_client", "server", "serve --store memory:"),

@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_later_wins(file: Path) -> None:
     environment = {"PENSTOCK_GRACE": "6s", "PENSTOCK_LOG_LEVEL": "debug", "PATH": "/bin"}
-    made = loaded(file, environment, log_level="warning", tracing=None)
+    made = loaded(file, environment, log_level="warning", log_life=None)
     config = made.config
     assert config.store == "rocksdb:./here"
     assert config.grace == 6_000
@@ -47,7 +47,7 @@ def test_later_wins(file: Path) -> None:
     assert made.sources["store"] == f"file {file}"
     assert made.sources["grace"] == "PENSTOCK_GRACE"
     assert made.sources["log_level"] == "--log-level"
-    assert made.sources["tracing"] == "default"
+    assert made.sources["log_life"] == "default"
 
 
 def test_the_file_is_named_by_the_environment_too(file: Path, tmp_path: Path) -> None:

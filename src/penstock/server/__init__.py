@@ -2,8 +2,8 @@
 
 ``process`` runs the ``Server`` of a ``served_store``; the ``batcher`` gathers the requests of all
 connections; ``native``, ``http`` with ``sqs``, and ``queueber`` are protocols, beside
-:mod:`penstock.flight`; ``config``, ``security``, ``metrics``, ``tracing``, ``admin`` and ``backup``
-are for operators. Needs the extra ``penstock[server]``.
+:mod:`penstock.flight`; ``config``, ``security``, ``metrics``, ``admin`` and ``backup`` are for
+operators. Needs the extra ``penstock[server]``.
 """
 
 from __future__ import annotations

@@ -478,7 +478,7 @@ class Batcher:
                 if type(request) is PushClaim:
                     if error is not None:
                         request.subscriber.fail(error)
-                    self._deliver(request)
+                    request.subscriber.deliver(request)
                 elif answer is not None and error is not None:
                     answer.set_exception(error)
                 elif answer is not None:
@@ -486,10 +486,6 @@ class Batcher:
             except Exception:
                 # One that fails must not keep the others waiting.
                 log.exception("an answer could not be told")
-
-    def _deliver(self, push: PushClaim) -> None:
-        """Give a subscriber what was claimed for it."""
-        push.subscriber.deliver(push)
 
     # --- waiting ---------------------------------------------------------------------------
 

@@ -114,7 +114,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     log_life: bool = False
     metrics_enabled: bool = True
     metrics_queues: Annotated[int, Meta(ge=0, le=10_000)] = limits.MAX_METRIC_QUEUES
-    tracing: bool = False
     limits_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = limits.MAX_CONNECTIONS
     limits_body: Size = Size(limits.HTTP_MAX_BODY_BYTES)
     limits_first_byte: Duration = Duration(limits.HTTP_FIRST_BYTE_MS)
@@ -165,7 +164,6 @@ _ABOUT: Final = {
     "log_life": "Log every step of messages, from publish to ack, expire, fail and redrive.",
     "metrics_enabled": "Serve /metrics.",
     "metrics_queues": "Queues with series of their own.",
-    "tracing": "Make OpenTelemetry spans; needs penstock[tracing].",
     "limits_connections": "Connections of all listeners together.",
     "limits_body": "Largest body of an HTTP request, in bytes.",
     "limits_first_byte": "Time until the first byte of a connection.",

@@ -90,12 +90,7 @@ class Server(Access):
     async def start(self, bound: Mapping[str, list[socket.socket]] | None = None) -> None:
         """Listen everywhere, or nowhere; ``bound`` are sockets of listeners, by their name."""
         loop = asyncio.get_running_loop()
-        if self.config.tracing:
-            from penstock.server.tracing import TracedBatcher  # noqa: PLC0415 - an extra
-
-            self.batcher = TracedBatcher(self.broker, loop)
-        else:
-            self.batcher = Batcher(self.broker, loop)
+        self.batcher = Batcher(self.broker, loop)
         self.batcher.backups = ServerBackups(self.config.store, self.config.backup_directory)
         self.batcher.note_claimed = self.metrics.queues.note_claimed
         self.batcher.audit = self.audit
@@ -422,8 +417,6 @@ def load_protocols(config: Config) -> None:
         with needs_extra(_KINDS[name].extra, f"serving {name}"):
             for module in _KINDS[name].modules:
                 importlib.import_module(module)
-    if config.tracing:
-        importlib.import_module("penstock.server.tracing")
 
 
 # --- running it ---------------------------------------------------------------------------------
