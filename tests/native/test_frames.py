@@ -171,20 +171,20 @@ def test_long_answers_come_in_parts() -> None:
 def test_errors_come_back_as_themselves(name: str) -> None:
     error = getattr(errors, name)("what was wrong")
     failure = failure_of(3, error)
-    back = error_of(failure.name, failure.message, failure.place)
+    back = error_of(failure)
     assert type(back) is type(error)
     assert str(back) == "what was wrong"
 
 
 def test_a_filter_error_keeps_its_place() -> None:
     failure = failure_of(1, InvalidFilter("no", line=2, column=5, fragment="x ="))
-    back = error_of(failure.name, failure.message, failure.place)
+    back = error_of(failure)
     assert isinstance(back, InvalidFilter)
     assert (back.line, back.column, back.fragment) == (2, 5, "x =")
 
 
 def test_unknown_errors_are_the_base() -> None:
-    assert type(error_of("FromTheFuture", "x")) is PenstockError
+    assert type(error_of(wire.Failure(1, "FromTheFuture", "x"))) is PenstockError
     failure = failure_of(1, KeyError("a secret"))
     assert failure.name == "PenstockError"
     assert "secret" not in failure.message

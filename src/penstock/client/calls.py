@@ -208,9 +208,9 @@ def all_stats() -> Plan[list[QueueStats]]:
     found: list[QueueStats] = []
     after: str | None = ""
     while after is not None:
-        page = yield Call(wire.AllStats(0, after, limits.MAX_STATS_LIMIT), wire.StatsPage)
-        found += page.stats
-        after = page.after
+        request = wire.AllStats(0, after, limits.MAX_STATS_LIMIT)
+        stats, after = yield Call(request, wire.StatsPage)
+        found += stats
     return found
 
 
@@ -262,9 +262,8 @@ def backfill(
     until = None if to is None else _place(to, "to")
     total: Backfilled | None = None
     while True:
-        step = yield Call(wire.Backfill(0, queue, begin, until), wire.Step, Repeat.NEVER)
-        done = step.done
-        nothing = not done.scanned and done.next >= step.end
+        done, end = yield Call(wire.Backfill(0, queue, begin, until), wire.Step, Repeat.NEVER)
+        nothing = not done.scanned and done.next >= end
         if total is not None:
             done = Backfilled(
                 scanned=total.scanned + done.scanned,
@@ -274,10 +273,10 @@ def backfill(
             )
         total = done
         if progress is not None and not nothing:
-            progress(total, step.end)
-        if total.next >= step.end:
+            progress(total, end)
+        if total.next >= end:
             return total
-        begin, until = total.next, step.end
+        begin, until = total.next, end
 
 
 def backup(name: str, *, incremental: bool = False) -> Call[tuple[str, int]]:

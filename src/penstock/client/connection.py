@@ -425,7 +425,7 @@ class ClientConnection:
         if isinstance(frame, wire.Failure):
             pending = self._sent.pop(frame.id, None)
             if pending is not None:
-                error = error_of(frame.name, frame.message, frame.place)
+                error = error_of(frame)
                 if isinstance(error, StoreFenced):
                     self._leave(pending, error, now_ms)
                 else:
@@ -448,7 +448,7 @@ class ClientConnection:
         elif isinstance(frame, wire.Bye):
             self.turns.reason = f"the server said: {frame.message}"
             if frame.final:
-                self.refuse(error_of(frame.name, frame.message))
+                self.refuse(error_of(frame))
             elif self.phase is Phase.READY:
                 self.phase = Phase.LEAVING
         elif isinstance(frame, wire.Welcome) and self.phase is Phase.GREETING:

@@ -212,7 +212,7 @@ class TakeEpoch(Request, tag=20):
 
 
 class Backfill(Request, tag=21):
-    """One step of a backfill; answered with :class:`Step`. ``begin`` None: the earliest."""
+    """One step of a backfill; answered with a ``Step``. ``begin`` None: the earliest."""
 
     queue: str
     begin: int | datetime | None = None
@@ -249,10 +249,7 @@ class Cancel(Request, tag=26):
 
 
 class AllStats(Request, tag=27):
-    """The stats of up to ``limit`` queues whose names come behind ``after``.
-
-    Answered with :class:`StatsPage`.
-    """
+    """Answered with a ``StatsPage`` of up to ``limit`` queues whose names are behind ``after``."""
 
     after: str = ""
     limit: int = 1_000
@@ -303,13 +300,6 @@ class Explain(Request, tag=32):
     message_id: int
 
 
-class StatsPage(msgspec.Struct, array_like=True):
-    """Stats of queues, without those that damage hides; the name to go on after, or None."""
-
-    stats: list[QueueStats]
-    after: str | None
-
-
 class Entries(msgspec.Struct, array_like=True):
     """A page of entries."""
 
@@ -320,12 +310,10 @@ class Entries(msgspec.Struct, array_like=True):
         return len(self.entries)
 
 
-class Step(msgspec.Struct, array_like=True):
-    """The counts of one step of a backfill, and the offset that the whole of it is to reach."""
-
-    done: Backfilled
-    end: int
-
+# Stats of queues, without those that damage hides, and the name to go on after, or None.
+StatsPage: TypeAlias = tuple[list[QueueStats], str | None]
+# The counts of one step of a backfill, and the offset that the whole of it is to reach.
+Step: TypeAlias = tuple[Backfilled, int]
 
 # --- what a server sends --------------------------------------------------------------------------
 
@@ -346,21 +334,16 @@ class Result(msgspec.Struct, array_like=True, tag=1, frozen=True, gc=False):
     value: Raw
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where in a filter the mistake is."""
-
-    line: int
-    column: int
-    fragment: str
-
-
 class Failure(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """The answer to a request that raised: the name of the class and its message."""
+    """The answer to a request that raised: the name of the class and its message.
+
+    ``place`` is where in a filter the mistake is: line, column and fragment.
+    """
 
     id: int
     name: str
     message: str
-    place: Place | None = None
+    place: tuple[int, int, str] | None = None
 
 
 class Part(msgspec.Struct, array_like=True, tag=3, frozen=True, gc=False):
@@ -558,15 +541,16 @@ def failure_of(request_id: int, error: BaseException) -> Failure:
         return Failure(request_id, "PenstockError", f"the server failed ({name}); its log says why")
     place = None
     if isinstance(error, InvalidFilter):
-        place = Place(error.line, error.column, error.fragment)
+        place = error.line, error.column, error.fragment
     # The nearest class of the tree, if it is one that a client can't know.
     known = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _CLASSES)
     return Failure(request_id, known, str(error), place)
 
 
-def error_of(name: str, message: str, place: Place | None = None) -> PenstockError:
+def error_of(failure: Failure | Bye) -> PenstockError:
     """Make the error that the other side had; one of a class that is not known is the base's."""
-    kind = _CLASSES.get(name, PenstockError)
-    if kind is InvalidFilter and place is not None:
-        return InvalidFilter(message, line=place.line, column=place.column, fragment=place.fragment)
-    return kind(message)
+    kind = _CLASSES.get(failure.name, PenstockError)
+    if kind is InvalidFilter and isinstance(failure, Failure) and failure.place is not None:
+        line, column, fragment = failure.place
+        return InvalidFilter(failure.message, line=line, column=column, fragment=fragment)
+    return kind(failure.message)

@@ -146,7 +146,7 @@ def _all_stats(broker: Broker, after: str, limit: int) -> wire.StatsPage:
         # Queues come and go meanwhile, and one that is damaged has an error of its own.
         with suppress(QueueNotFound, StoreDamaged):
             stats.append(broker.stats(name))
-    return wire.StatsPage(stats, names[limit - 1] if len(names) > limit else None)
+    return stats, names[limit - 1] if len(names) > limit else None
 
 
 def _backup(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
@@ -162,7 +162,7 @@ def _backfill(broker: Broker, queue: str, begin: Any, to: Any) -> wire.Step:
     """Do one step: a server that stops need not wait for a whole log."""
 
     def stop(done: Backfilled, end: int) -> None:
-        raise _StepDoneError(wire.Step(done, end))
+        raise _StepDoneError((done, end))
 
     begin = "earliest" if begin is None else begin
     try:
@@ -170,7 +170,7 @@ def _backfill(broker: Broker, queue: str, begin: Any, to: Any) -> wire.Step:
     except _StepDoneError as over:
         step: wire.Step = over.args[0]
         return step
-    return wire.Step(done, done.next)
+    return done, done.next
 
 
 def _explain(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
