@@ -111,7 +111,7 @@ def test_the_access_log_of_sqs_and_queueber(server: Process) -> None:
 
 
 def test_the_access_log_names_the_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keys = tmp_path / "keys.json"
+    keys = tmp_path / "keys.toml"
     secret = add_key(keys, "worker", ["consume:q", "admin:q"], sqs=True)
     with (
         caplog.at_level(logging.INFO, "penstock.access"),

@@ -20,7 +20,7 @@ import stat
 import threading
 import tomllib
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -237,7 +237,7 @@ def _grants(key_id: str, permissions: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def read_keys(path: Path) -> dict[str, Key]:
-    """Read a keys file (TOML, or JSON if it is named so); other users must not be able to."""
+    """Read a keys file; other users must not be able to."""
     try:
         mode = path.stat().st_mode
         body = path.read_bytes()
@@ -252,10 +252,7 @@ def read_keys(path: Path) -> dict[str, Key]:
             f"chmod 600 {path}"
         )
     try:
-        raw: Any = (
-            msgspec.json.decode(body) if path.suffix == ".json" else tomllib.loads(body.decode())
-        )
-        keys = msgspec.convert(raw, _File).keys
+        keys = msgspec.convert(tomllib.loads(body.decode()), _File).keys
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # The text of a parser's error may quote what it stumbled over: say where, not what.
         where = str(error) if isinstance(error, msgspec.ValidationError) else _place(error)
@@ -294,10 +291,7 @@ def _check_key(path: Path, key_id: str, key: Key) -> None:
 
 def write_keys(path: Path, keys: dict[str, Key]) -> None:
     """Replace a keys file whole, readable by its owner alone."""
-    if path.suffix == ".json":
-        body = msgspec.json.format(msgspec.json.encode(_File(keys)), indent=2)
-    else:
-        body = "\n".join(_toml(key_id, key) for key_id, key in keys.items()).encode()
+    body = "\n".join(_toml(key_id, key) for key_id, key in keys.items()).encode()
     partial = path.with_name(f".{path.name}.part")
     try:
         partial.unlink(missing_ok=True)
