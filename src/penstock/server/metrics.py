@@ -16,8 +16,6 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import msgspec
-
 import penstock
 from penstock import limits
 from penstock.clock import SystemClock
@@ -441,19 +439,13 @@ def _depth(stats: QueueStats) -> tuple[int, str]:
 # --- clients that are turned away -----------------------------------------------------------------
 #
 # TLS handshakes that fail, and logins that are refused, are counted. Each is logged too, with the
-# client's address and the id of its key, but the same line only once in a while: strangers decide
-# how many there are.
+# client's address and the id of its key, but the same line only once in a while, and only so many
+# lines: strangers decide how many there are, and the counters tell it.
 
 # Within so many seconds the same line is logged once.
 WINDOW_SECONDS: Final = 60.0
 # A secret is at least so long: an unknown id that is, may be one that was mistaken for an id.
 _SECRET_CHARS: Final = 40
-
-
-class _Line(msgspec.Struct):
-    message: str
-    fields: dict[str, str]
-    more: int = 0
 
 
 class Refusals:
@@ -465,8 +457,7 @@ class Refusals:
         self._count = count
         self._seconds = seconds or SystemClock().seconds
         self._lock = threading.Lock()
-        self._lines: dict[tuple[str, ...], _Line] = {}
-        self._others = 0
+        self._logged: set[tuple[str, ...]] = set()
         self._until = 0.0
 
     def handshake(self, protocol: str, address: str, why: str) -> None:
@@ -486,37 +477,18 @@ class Refusals:
         self.login(protocol, address, id_of(token), why)
         return why
 
-    def report(self) -> None:
-        """Log how often lines were left out, if their time is over; called now and then."""
-        with self._lock:
-            if self._seconds() < self._until or not self._lines:
-                return
-            lines, self._lines = self._lines, {}
-            others, self._others = self._others, 0
-        for line in lines.values():
-            if line.more:
-                fields = {**line.fields, "more": str(line.more)}
-                log.warning("%s, again and again", line.message, extra={"fields": fields})
-        if others:
-            log.warning("%d other clients were turned away and not logged", others)
-
     def _note(self, message: str, **fields: str) -> None:
-        self.report()
         fields = {name: value for name, value in fields.items() if value}
         # A client has another port each time.
         host = fields.get("address", "").rpartition(":")[0]
-        key = (message, *({**fields, "address": host}).values())
+        line = (message, *({**fields, "address": host}).values())
         with self._lock:
-            if not self._lines:
+            if self._seconds() >= self._until:
                 self._until = self._seconds() + WINDOW_SECONDS
-            known = self._lines.get(key)
-            if known is not None:
-                known.more += 1
+                self._logged.clear()
+            if line in self._logged or len(self._logged) >= limits.MAX_REFUSAL_LINES:
                 return
-            if len(self._lines) >= limits.MAX_REFUSAL_LINES:
-                self._others += 1
-                return
-            self._lines[key] = _Line(message, fields)
+            self._logged.add(line)
         log.warning(message, extra={"fields": fields})
 
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_WATCH_SECONDS: Final = 2.0
 # How often a timer tells how late the loop is.
 _LAG_SECONDS: Final = 0.25
 _OPS_GRACE_MS: Final = 1_000
@@ -112,7 +111,7 @@ class Server(Access):
             note_server(self.config.store, self.location("native"))
         self._warn()
         self._make_room()
-        watched = (self.watch_keys, self._watch_loop, self._watch_backups, self._report)
+        watched = (self.watch_keys, self._watch_loop, self._watch_backups)
         self._watches = [loop.create_task(each()) for each in watched]
         if "flight" in self.addresses:
             self._watches.append(loop.create_task(self._watch_flight(self.addresses["flight"][1])))
@@ -194,11 +193,6 @@ class Server(Access):
             due = loop_seconds() + _LAG_SECONDS
             await asyncio.sleep(_LAG_SECONDS)
             self.metrics.loop_lag.add(max(0.0, loop_seconds() - due))
-
-    async def _report(self) -> None:
-        while True:
-            await asyncio.sleep(_WATCH_SECONDS)
-            self.metrics.refusals.report()
 
     async def _watch_flight(self, port: int) -> None:
         before = 0

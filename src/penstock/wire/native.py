@@ -420,12 +420,12 @@ UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _hellos: Final = msgspec.msgpack.Decoder(Hello)
 _heads: Final = msgspec.msgpack.Decoder(_Head)
 _long_publishes: Final = msgspec.msgpack.Decoder(_LongPublish)
-# These two raise the errors of UNREADABLE.
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(
     reduce(or_, Request.__subclasses__()), dec_hook=read_envelope
 )
-decode_request: Final = _requests.decode
+_decode_request: Final = _requests.decode
 _answers: Final[msgspec.msgpack.Decoder[ServerFrame]] = msgspec.msgpack.Decoder(ServerFrame)
+# It raises the errors of UNREADABLE.
 decode_answer: Final = _answers.decode
 _loose_deliveries: Final = msgspec.msgpack.Decoder(_LooseDeliveries)
 
@@ -444,7 +444,7 @@ def read_hello(frame: memoryview | bytes) -> Hello:
     return hello
 
 
-def check_long(frame: memoryview | bytes) -> None:
+def _check_long(frame: memoryview | bytes) -> None:
     """Check a frame of over MAX_PLAIN_FRAME_BYTES, whose values may take far more memory than it.
 
     The decoder of requests reads a whole value in the place of an envelope before it refuses it.
@@ -466,8 +466,8 @@ def read_request(frame: memoryview | bytes) -> Request | Failure:
     name = "InvalidInput"
     try:
         if len(frame) > limits.MAX_PLAIN_FRAME_BYTES:
-            check_long(frame)
-        return decode_request(frame)
+            _check_long(frame)
+        return _decode_request(frame)
     except msgspec.ValidationError as error:
         why = str(error)
         if isinstance(error.__cause__, InvalidMessage):

@@ -67,7 +67,7 @@ class NativeConnection(asyncio.Protocol):
         self._time_is_up: asyncio.TimerHandle | None = None
         self._backpressure = Backpressure(listener.sizes, self._schedule_held)
         self._held_scheduled = False
-        self._consumers = Consumers(listener, self._write)
+        self._consumers = Consumers(listener, self._backpressure, self._write)
         self._out: list[bytes] = []
         self._out_bytes = 0
         # Messages whose answer is not written yet.
@@ -136,14 +136,13 @@ class NativeConnection(asyncio.Protocol):
         if self._transport is not None:
             self._stuck_taken = progress_of(self._transport).taken
         self._backpressure.shut()
-        self._consumers.shut()
         self._account()
 
     def resume_writing(self) -> None:
         """Go on where it stopped."""
         self._stuck_since = None
         self._backpressure.reopen()
-        self._consumers.reopen()
+        self._consumers.retry()
         self._work()
         self._account()
 
@@ -226,12 +225,7 @@ class NativeConnection(asyncio.Protocol):
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
 
     def _begin(self, frame: memoryview) -> None:
-        try:
-            if len(frame) > limits.MAX_PLAIN_FRAME_BYTES:
-                wire.check_long(frame)
-            request: Any = wire.decode_request(frame)
-        except wire.UNREADABLE:
-            request = wire.read_request(frame)
+        request: Any = wire.read_request(frame)
         kind = type(request)
         verb = VERBS.get(kind)
         if verb is None or self._leaving:
@@ -455,8 +449,7 @@ class NativeConnection(asyncio.Protocol):
 
     def _end_claims(self) -> None:
         """Cancel all claims and consumers: their messages go to other clients."""
-        for consumer_id in self._consumers.end_all():
-            self._write(self._encoder.frame(wire.Undone(consumer_id)))
+        self._consumers.end_all()
         for pending in self._backpressure.clear():
             self._end(pending)
             self._write(self._encoder.frame(wire.Undone(pending.request.id)))

@@ -16,12 +16,13 @@ from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.server.security import ANYONE, told
 from penstock.validation import check_count, check_text
-from penstock.wire.native import failure_of
+from penstock.wire.native import Undone, failure_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.server.native import NativeListener
+    from penstock.server.native.requests import Backpressure
     from penstock.server.security import Principal
     from penstock.server.waiting import PushClaim
     from penstock.store.codec.claimed import ClaimedMessages
@@ -86,9 +87,13 @@ class Consumers:
     """The consumers of one connection, by the ids of their requests."""
 
     def __init__(
-        self, listener: NativeListener, write: Callable[[bytes, ClaimedMessages | None], None]
+        self,
+        listener: NativeListener,
+        backpressure: Backpressure,
+        write: Callable[[bytes, ClaimedMessages | None], None],
     ) -> None:
         """``write`` writes a frame of the connection, and is told which messages are in it."""
+        self._backpressure = backpressure
         self.sizes = listener.sizes
         self._batcher = listener.batcher
         self._clock = listener.clock
@@ -96,8 +101,6 @@ class Consumers:
         self._write = write
         self._principal = ANYONE
         self._by_id: dict[int, Consumer] = {}
-        # Whether the client reads: until it does, nothing is claimed for it.
-        self._open = True
         # The likely size of messages that are claimed, or about to be, and not written.
         self.reserved_bytes = 0
         # Consumers that found no room for bytes.
@@ -144,14 +147,13 @@ class Consumers:
         self._answer(consumer_id, error)
         return True
 
-    def end_all(self) -> list[int]:
-        """End all consumers without an answer; return their ids."""
-        ended = list(self._by_id)
+    def end_all(self) -> None:
+        """End all consumers: their client may begin them elsewhere."""
         for consumer in self._by_id.values():
             self._batcher.unsubscribe(consumer)
+            self._write(self._encoder.frame(Undone(consumer.id)), None)
         self._by_id.clear()
         self._refused.clear()
-        return ended
 
     def check(self, principal: Principal) -> None:
         """End consumers of queues that the key of the client may not consume any more."""
@@ -161,17 +163,7 @@ class Consumers:
                 principal.check("consume", consumer.queue)
             except NotAllowed as error:
                 self.end(consumer.id, error)
-        if self._refused and self._open:
-            self._retry()
-
-    def shut(self) -> None:
-        """Claim nothing: the client does not read."""
-        self._open = False
-
-    def reopen(self) -> None:
-        """Go on: the client reads again."""
-        self._open = True
-        self._retry()
+        self.retry()
 
     def room_bytes(self, consumer: Consumer) -> int:
         """Return how many bytes may be claimed for a consumer now, by what the connection has."""
@@ -180,7 +172,7 @@ class Consumers:
             # the consumer, unless the key is there again by then.
             self._refused.add(consumer)
             return 0
-        left = limits.MAX_BYTES_AT_WORK - self.reserved_bytes if self._open else 0
+        left = limits.MAX_BYTES_AT_WORK - self.reserved_bytes if self._backpressure.is_open else 0
         if left <= 0:
             self._refused.add(consumer)
         return left
@@ -196,8 +188,8 @@ class Consumers:
         if consumer.id in self._by_id:
             # It may have got bytes back, and messages that seemed not to fit may fit now.
             self._batcher.note_room(consumer.queue)
-        if self._refused and self._open:
-            self._retry()
+        if self._refused:
+            self.retry()
 
     def _push(self, consumer: Consumer, claimed: ClaimedMessages) -> None:
         """Write messages that were claimed for a consumer."""
@@ -212,7 +204,9 @@ class Consumers:
             answer = failure_of(request_id, told(error, self._principal))
         self._write(self._encoder.frame(answer), None)
 
-    def _retry(self) -> None:
-        refused, self._refused = self._refused, set()
-        for consumer in refused:
-            self._batcher.note_room(consumer.queue)
+    def retry(self) -> None:
+        """Look for messages of the consumers that found no room, if the client reads."""
+        if self._backpressure.is_open:
+            refused, self._refused = self._refused, set()
+            for consumer in refused:
+                self._batcher.note_room(consumer.queue)

@@ -349,7 +349,7 @@ class Backpressure:
         self._sizes = sizes
         self._schedule_held = schedule_held
         # Whether the client reads its answers: until it does, it gets no more.
-        self._open = True
+        self.is_open = True
         # For little and for much: expected bytes, and held requests. Ordered dictionaries, since
         # any request can be taken out.
         self._expected = [0, 0]
@@ -362,11 +362,11 @@ class Backpressure:
 
     def shut(self) -> None:
         """Admit nothing: the client does not read its answers."""
-        self._open = False
+        self.is_open = False
 
     def reopen(self) -> None:
         """Go on: the client reads again."""
-        self._open = True
+        self.is_open = True
         self._free()
 
     def admit(self, pending: PendingRequest) -> bool:
@@ -428,12 +428,12 @@ class Backpressure:
         much = needed > SMALL_BYTES
         expected = self._expected[much]
         # A request that needs more than all the room has it alone.
-        if not self._open or (expected and expected + needed > limits.MAX_BYTES_AT_WORK):
+        if not self.is_open or (expected and expected + needed > limits.MAX_BYTES_AT_WORK):
             return False
         self._expected[much] += needed
         pending.taken = needed
         return True
 
     def _free(self) -> None:
-        if self._open and (self._held[0] or self._held[1]):
+        if self.is_open and (self._held[0] or self._held[1]):
             self._schedule_held()
