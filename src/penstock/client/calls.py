@@ -2,9 +2,9 @@
 
 :class:`Verbs` is the table. Most verbs are a method of the broker whose parameters are the fields
 of a request: :func:`_ask` makes those. The others are functions with the signature of the broker's
-method, which return a :class:`Call`, or are generators of calls if they take several. On a
-:class:`Waiting` client a verb is a method that returns the result, on an :class:`Awaiting` one a
-method that returns a coroutine of it, with the same parameters either way; type checkers see both.
+method, which return a :class:`Call`, or are generators of calls if they take several. A verb is a
+method of both clients: of ``Client`` it returns the result, of ``AsyncClient`` a coroutine of it,
+with the same parameters either way; type checkers see both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import datetime
 from enum import Enum
 from functools import partial, wraps
 from typing import (
+    TYPE_CHECKING,
     Any,
     Concatenate,
     Final,
@@ -67,6 +68,9 @@ from penstock.validation import (
     cut_text,
 )
 from penstock.wire import native as wire
+
+if TYPE_CHECKING:
+    from penstock.client.clients import AsyncClient, Client
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -317,18 +321,6 @@ def _place(place: int | datetime | str, name: str) -> int | datetime:
 # --- verbs as methods -----------------------------------------------------------------------------
 
 
-class Waiting:
-    """A client whose verbs return when the answer is there."""
-
-    def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any: ...
-
-
-class Awaiting:
-    """A client whose verbs are awaited."""
-
-    def _run(self, verb: Callable[..., Any], /, *args: Any, **options: Any) -> Any: ...
-
-
 class Verb(Protocol[P, R]):
     """A method of either client, as type checkers see it; at run time it is a plain function."""
 
@@ -337,16 +329,16 @@ class Verb(Protocol[P, R]):
     @overload
     def __get__(self, client: None, owner: type) -> Verb[P, R]: ...
     @overload
-    def __get__(self, client: Waiting, owner: type) -> Callable[P, R]: ...
+    def __get__(self, client: Client, owner: type) -> Callable[P, R]: ...
     @overload
-    def __get__(self, client: Awaiting, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __get__(self, client: AsyncClient, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
 
 
 def _verb(make: Callable[P, Call[R]] | Callable[P, Plan[R]]) -> Verb[P, R]:
     """Make the method of a function that makes calls; its signature names the result."""
 
     @wraps(make)
-    def run(client: Waiting | Awaiting, /, *args: P.args, **options: P.kwargs) -> Any:
+    def run(client: Client | AsyncClient, /, *args: P.args, **options: P.kwargs) -> Any:
         return client._run(make, *args, **options)  # noqa: SLF001 - the clients' seam
 
     made = inspect.signature(make)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from penstock.client.calls import Awaiting, Call, Verbs, Waiting
+from penstock.client.calls import Call, Verbs
 from penstock.client.connection import Options, Phase
 from penstock.client.consumers import AsyncConsumer, ClientConsumer, HeldMessages
 from penstock.client.transport import open_transport, target_of
@@ -133,7 +133,7 @@ def _resolved(
     return target, Options(token=token or target.token, **options)
 
 
-class AsyncClient(Verbs, Awaiting):
+class AsyncClient(Verbs):
     """A broker at the other end of a connection; await its verbs. Use it on one event loop."""
 
     def __init__(self, transport: Transport) -> None:
@@ -208,7 +208,7 @@ class _Waiter(msgspec.Struct, eq=False):
         return self.outcome
 
 
-class Client(Verbs, Waiting):
+class Client(Verbs):
     """A broker at the other end of a connection. Thread-safe; close it, or use ``with``.
 
     It belongs to the process that made it: after ``fork()`` the child must connect anew.
