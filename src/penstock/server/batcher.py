@@ -114,6 +114,7 @@ class Batcher:
         if broker.info().design in FAR:
             self._claims, self._settlements = _Kind(), _Kind()
             self._changer = ThreadPoolExecutor(3, thread_name_prefix="penstock-change")
+        # Each of them once.
         self._kinds = dict.fromkeys((self._publishes, self._claims, self._settlements))
         broker.listen(self._wake_queue)
 

@@ -88,8 +88,6 @@ class Keys:
         self._keys: dict[str, Key] = {}
         # Each secret has its own: connections made by one that is taken away end with it.
         self._principals: dict[tuple[str, Secret], Principal] = {}
-        # By key: its rate, which its secrets share.
-        self._rates: dict[str, Rate] = {}
         # By key with two secrets: the second at which the former one was last used, or 0.
         self.former_used: dict[str, int] = {}
         self._adopt(read_keys(path))
@@ -97,17 +95,14 @@ class Keys:
     def _adopt(self, keys: dict[str, Key]) -> None:
         with self._lock:
             principals: dict[tuple[str, Secret], Principal] = {}
-            rates: dict[str, Rate] = {}
+            rates = {key_id: found.rate for (key_id, _), found in self._principals.items()}
             for key_id, key in keys.items():
-                rate = _rate_of(key, self._rates.get(key_id))
-                if rate is not None:
-                    rates[key_id] = rate
+                rate = _rate_of(key, rates.get(key_id))
                 for number, secret in enumerate(key.secrets):
                     found = self._principals.pop((key_id, secret), None) or Principal(key_id)
                     found.grants = _grants(key_id, key.permissions)
                     found.former, found.rate = number > 0, rate
                     principals[key_id, secret] = found
-            self._rates = rates
             two = [key_id for key_id, key in keys.items() if len(key.secrets) > 1]
             self.former_used = {each: self.former_used.get(each, 0) for each in two}
             for gone in self._principals.values():

@@ -10,7 +10,7 @@ import importlib
 import logging
 import threading
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -344,25 +344,23 @@ class _FlightService(Listener):
     """The Flight service as a listener: it has threads of its own, and listens once it is made."""
 
     def __init__(self, server: Server, host: str, port: int) -> None:
+        super().__init__(host, port)
+        self._server = server
+
+    async def start(self) -> None:
+        """Listen."""
         from penstock.flight.listener import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
 
-        super().__init__(host, port)
-        files = tls_files(server.config, "flight")
-        self._listen = partial(
-            FlightListener,
+        server, files = self._server, tls_files(self._server.config, "flight")
+        self._service = FlightListener(
             server.broker,
-            host,
-            port,
+            *self.address,
             server.clock,
             keys=server.keys,
             metrics=server.metrics,
             audited=server.audited_for_flight,
             tls=None if files is None else TlsFiles(*files),
         )
-
-    async def start(self) -> None:
-        """Listen."""
-        self._service = self._listen()
         self.address = self.address[0], self._service.port
 
     async def stop(self, grace_ms: int) -> None:

@@ -10,7 +10,6 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from penstock import limits
-from penstock.errors import NotAllowed
 from penstock.server.connections import Listener
 from penstock.server.native.connection import NativeConnection
 from penstock.server.native.requests import MessageSizes
@@ -96,11 +95,6 @@ class NativeListener(Listener):
     def principal_of(self, token: str) -> Principal | None:
         """Return the principal of a token; None if there is none."""
         return ANYONE if self.keys is None else self.keys.by_token(token)
-
-    def refused(self, token: str, address: str) -> NotAllowed:
-        """Note a greeting without a key that is known, and return the error for its client."""
-        why = self.metrics.refusals.token(self.protocol, address, token)
-        return NotAllowed(why if token else "this server wants a key: token='KEY:SECRET'")
 
     def wake_waiting(self) -> None:
         """Let the connections go on that waited for fewer bytes of requests at work."""

@@ -214,7 +214,10 @@ class NativeConnection(asyncio.Protocol):
         hello = wire.read_hello(frame)
         principal = self._listener.principal_of(hello.token)
         if principal is None:
-            self._farewell(self._listener.refused(hello.token, self._slot.address), final=True)
+            note = self._listener.metrics.refusals.token
+            why = note("native", self._slot.address, hello.token)
+            text = why if hello.token else "this server wants a key: token='KEY:SECRET'"
+            self._farewell(NotAllowed(text), final=True)
             return
         self._principal, self._token = principal, hello.token
         self._slot.key_id = principal.key_id
