@@ -47,7 +47,7 @@ class Consumer:
         self.queue = request.queue
         self.lease_ms = request.lease_ms
         self.consumer = request.consumer
-        self._consumers = consumers
+        self._owner = consumers
         self._credit = request.credit
         self._credit_bytes = request.credit_bytes
 
@@ -60,27 +60,50 @@ class Consumer:
 
     def reserve(self, most: int) -> tuple[int, int]:
         """Take credit for up to so many messages; return for how many, and their likely bytes."""
-        room_bytes = min(self._credit_bytes, self._consumers.room_bytes(self))
+        owner = self._owner
+        left = limits.MAX_BYTES_AT_WORK - owner.reserved_bytes if owner.backpressure.is_open else 0
+        if left <= 0 or not owner.principal.may("consume", self.queue):
+            # If the keys were read again, which changes what a principal may do, the next check
+            # ends the consumer, unless the key is there again by then.
+            owner.refused.add(self)
+            return 0, 0
+        room_bytes = min(self._credit_bytes, left)
         if self._credit <= 0 or room_bytes <= 0:
             return 0, 0
-        size = self._consumers.sizes.guess(self.queue)
+        size = owner.sizes.guess(self.queue)
         limit = min(most, self._credit, max(1, room_bytes // max(1, size)))
         self._credit -= limit
         self._credit_bytes -= limit * size
-        self._consumers.reserved_bytes += limit * size
+        owner.reserved_bytes += limit * size
         return limit, limit * size
 
     def deliver(self, claim: PushClaim) -> None:
-        """Push the messages of a claim, and give the credit back that it did not need."""
-        claimed = claim.answer
+        """Push the messages of a claim, and give the credit back that it did not need.
+
+        If the consumer has gone, the messages are given back.
+        """
+        owner, claimed = self._owner, claim.answer
         self._credit += claim.limit - len(claimed)
         size = sum([len(row[-1]) for row in claimed.rows])
         self._credit_bytes += claim.reserved_bytes - size
-        self._consumers.delivered(self, claimed, claim.reserved_bytes)
+        owner.reserved_bytes -= claim.reserved_bytes
+        if owner.by_id.get(self.id) is not self:
+            owner.batcher.take_back(claimed.receipts())
+        elif claimed:
+            for part in claimed.parts(limits.MAX_ANSWER_PART_BYTES):
+                left_ms = max(0, part.deadline_ms - owner.clock.now_ms())
+                frame = owner.encoder.push(self.id, left_ms, part)
+                owner.write(frame, part)
+                owner.sizes.learn(self.queue, len(frame) // len(part))
+        if self.id in owner.by_id:
+            # It may have got bytes back, and messages that seemed not to fit may fit now.
+            owner.batcher.note_room(self.queue)
+        if owner.refused:
+            owner.retry()
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
-        self._consumers.end(self.id, error)
+        self._owner.end(self.id, error)
 
 
 class Consumers:
@@ -93,41 +116,41 @@ class Consumers:
         write: Callable[[bytes, ClaimedMessages | None], None],
     ) -> None:
         """``write`` writes a frame of the connection, and is told which messages are in it."""
-        self._backpressure = backpressure
+        self.backpressure = backpressure
         self.sizes = listener.sizes
-        self._batcher = listener.batcher
-        self._clock = listener.clock
-        self._encoder = listener.encoder
-        self._write = write
-        self._principal = ANYONE
-        self._by_id: dict[int, Consumer] = {}
+        self.batcher = listener.batcher
+        self.clock = listener.clock
+        self.encoder = listener.encoder
+        self.write = write
+        self.principal = ANYONE
+        self.by_id: dict[int, Consumer] = {}
         # The likely size of messages that are claimed, or about to be, and not written.
         self.reserved_bytes = 0
         # Consumers that found no room for bytes.
-        self._refused: set[Consumer] = set()
+        self.refused: set[Consumer] = set()
 
     def __contains__(self, consumer_id: int) -> bool:
-        return consumer_id in self._by_id
+        return consumer_id in self.by_id
 
     def begin(self, request: Consume, principal: Principal) -> None:
         """Begin to push messages of a queue, or answer why not."""
-        self._principal = principal
+        self.principal = principal
         try:
             principal.check("consume", request.queue)
-            if len(self._by_id) >= limits.MAX_CONSUMERS:
+            if len(self.by_id) >= limits.MAX_CONSUMERS:
                 raise InvalidInput(f"a connection may have {limits.MAX_CONSUMERS} consumers")
-            if request.id in self._by_id:
+            if request.id in self.by_id:
                 raise InvalidInput(f"there is a consumer under the id {request.id} already")
             consumer = Consumer(self, request)
         except PenstockError as error:
             self._answer(request.id, error)
             return
-        self._by_id[request.id] = consumer
-        self._batcher.subscribe(consumer)
+        self.by_id[request.id] = consumer
+        self.batcher.subscribe(consumer)
 
     def add_credit(self, more: Credit) -> None:
         """Add to the credit of a consumer; one that has ended meanwhile needs none."""
-        consumer = self._by_id.get(more.id)
+        consumer = self.by_id.get(more.id)
         if consumer is None:
             return
         try:
@@ -135,78 +158,45 @@ class Consumers:
         except InvalidInput as error:
             log.warning("a consumer of %s was ended: %s", consumer.queue, error)
             self.end(more.id, error)
-        self._batcher.note_room(consumer.queue)
+        self.batcher.note_room(consumer.queue)
 
     def end(self, consumer_id: int, error: BaseException | None = None) -> bool:
         """End a consumer and answer its request; return whether there was one."""
-        consumer = self._by_id.pop(consumer_id, None)
+        consumer = self.by_id.pop(consumer_id, None)
         if consumer is None:
             return False
-        self._batcher.unsubscribe(consumer)
-        self._refused.discard(consumer)
+        self.batcher.unsubscribe(consumer)
+        self.refused.discard(consumer)
         self._answer(consumer_id, error)
         return True
 
     def end_all(self) -> None:
         """End all consumers: their client may begin them elsewhere."""
-        for consumer in self._by_id.values():
-            self._batcher.unsubscribe(consumer)
-            self._write(self._encoder.frame(Undone(consumer.id)), None)
-        self._by_id.clear()
-        self._refused.clear()
+        for consumer in self.by_id.values():
+            self.batcher.unsubscribe(consumer)
+            self.write(self.encoder.frame(Undone(consumer.id)), None)
+        self.by_id.clear()
+        self.refused.clear()
 
     def check(self, principal: Principal) -> None:
         """End consumers of queues that the key of the client may not consume any more."""
-        self._principal = principal
-        for consumer in list(self._by_id.values()):
+        self.principal = principal
+        for consumer in list(self.by_id.values()):
             try:
                 principal.check("consume", consumer.queue)
             except NotAllowed as error:
                 self.end(consumer.id, error)
         self.retry()
 
-    def room_bytes(self, consumer: Consumer) -> int:
-        """Return how many bytes may be claimed for a consumer now, by what the connection has."""
-        if not self._principal.may("consume", consumer.queue):
-            # The keys were read again, which changes what a principal may do: the next check ends
-            # the consumer, unless the key is there again by then.
-            self._refused.add(consumer)
-            return 0
-        left = limits.MAX_BYTES_AT_WORK - self.reserved_bytes if self._backpressure.is_open else 0
-        if left <= 0:
-            self._refused.add(consumer)
-        return left
-
-    def delivered(self, consumer: Consumer, claimed: ClaimedMessages, reserved_bytes: int) -> None:
-        """Push what was claimed for a consumer; if it has gone, give it back."""
-        self.reserved_bytes -= reserved_bytes
-        if self._by_id.get(consumer.id) is not consumer:
-            self._batcher.take_back(claimed.receipts())
-        elif claimed:
-            for part in claimed.parts(limits.MAX_ANSWER_PART_BYTES):
-                self._push(consumer, part)
-        if consumer.id in self._by_id:
-            # It may have got bytes back, and messages that seemed not to fit may fit now.
-            self._batcher.note_room(consumer.queue)
-        if self._refused:
-            self.retry()
-
-    def _push(self, consumer: Consumer, claimed: ClaimedMessages) -> None:
-        """Write messages that were claimed for a consumer."""
-        left_ms = max(0, claimed.deadline_ms - self._clock.now_ms())
-        frame = self._encoder.push(consumer.id, left_ms, claimed)
-        self._write(frame, claimed)
-        self.sizes.learn(consumer.queue, len(frame) // len(claimed))
-
     def _answer(self, request_id: int, error: BaseException | None) -> None:
         answer: object = (1, request_id, None)
         if error is not None:
-            answer = failure_of(request_id, told(error, self._principal))
-        self._write(self._encoder.frame(answer), None)
+            answer = failure_of(request_id, told(error, self.principal))
+        self.write(self.encoder.frame(answer), None)
 
     def retry(self) -> None:
         """Look for messages of the consumers that found no room, if the client reads."""
-        if self._backpressure.is_open:
-            refused, self._refused = self._refused, set()
+        if self.backpressure.is_open:
+            refused, self.refused = self.refused, set()
             for consumer in refused:
-                self._batcher.note_room(consumer.queue)
+                self.batcher.note_room(consumer.queue)
