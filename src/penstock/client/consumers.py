@@ -70,7 +70,8 @@ class Subscription(ABC):
         self.transport = transport
         self._request = wire.Consume(0, queue, credit, credit_bytes, lease_ms, consumer)
         self._pending: Any = None
-        self._unsettled: dict[str, _Held] = {}
+        # By receipt, the messages that are held: the bytes of the payload, and until when.
+        self._unsettled: dict[str, tuple[int, int]] = {}
 
     def open(self) -> None:
         """Subscribe."""
@@ -95,12 +96,12 @@ class Subscription(ABC):
         until_ms = self.transport.now_ms() + frame.left_ms
         size = 0
         for each in deliveries:
-            held = self._unsettled[each.receipt] = _Held(len(each.payload), until_ms)
-            size += held.size
+            self._unsettled[each.receipt] = (len(each.payload), until_ms)
+            size += len(each.payload)
         unread = frame.claimed.unread
         for receipt, payload_bytes in unread.items():
             # Held until they are given back, and with them their credit.
-            self._unsettled[receipt] = _Held(payload_bytes, until_ms)
+            self._unsettled[receipt] = (payload_bytes, until_ms)
             size += payload_bytes
         self._request.credit -= len(deliveries) + len(unread)
         self._request.credit_bytes -= size
@@ -128,7 +129,7 @@ class Subscription(ABC):
         """Hold messages no more that are about to be settled, by whatever call of the client."""
         gone = [held for each in receipts if (held := self._unsettled.pop(each, None))]
         if gone:
-            self.freed(len(gone), sum([held.size for held in gone]))
+            self.freed(len(gone), sum([size for size, _ in gone]))
 
     def extending(self, receipts: list[str] | str, lease_ms: int) -> None:
         """Note until when messages are held, of receipts or of a lease."""
@@ -137,19 +138,12 @@ class Subscription(ABC):
         until_ms = self.transport.now_ms() + lease_ms
         for each in receipts:
             if (held := self._unsettled.get(each)) is not None:
-                held.until_ms = until_ms
+                self._unsettled[each] = (held[0], until_ms)
 
     def tick(self, now_ms: int) -> None:
         """Hold messages no more whose lease has ended."""
-        held = self._unsettled
-        self.settling([each for each, one in held.items() if one.until_ms <= now_ms])
-
-
-class _Held(msgspec.Struct, gc=False):
-    """A message that is held: the bytes of its payload, and until when."""
-
-    size: int
-    until_ms: int
+        held = self._unsettled.items()
+        self.settling([each for each, (_, until_ms) in held if until_ms <= now_ms])
 
 
 class HeldMessages(Subscription):

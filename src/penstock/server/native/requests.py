@@ -355,11 +355,6 @@ class Backpressure:
         self._expected = [0, 0]
         self._held: tuple[_Line, _Line] = (OrderedDict(), OrderedDict())
 
-    @property
-    def held(self) -> int:
-        """The number of requests that wait for room."""
-        return sum(map(len, self._held))
-
     def shut(self) -> None:
         """Admit nothing: the client does not read its answers."""
         self.is_open = False
