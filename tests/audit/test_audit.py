@@ -121,7 +121,7 @@ def ended(hand: Any, state: State) -> dict[int, int]:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a repair commit each row, so that it meets those that it has written."""
     monkeypatch.setattr(audit_tables, "_BATCH_CHANGES", 1)
-    monkeypatch.setattr("penstock.store.kv.check.LARGE_PAGE", 1)
+    monkeypatch.setattr("penstock.store.kv.check.queue.LARGE_PAGE", 1)
 
 
 @pytest.mark.usefixtures("small_steps")

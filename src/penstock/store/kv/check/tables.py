@@ -1,6 +1,6 @@
 """How the audit reads rows, and the tables that it can check on their own.
 
-A *primary* row that does not parse goes to the quarantine. *DerivedRows* rows follow from primary
+A *primary* row that does not parse goes to the quarantine. *Derived* rows follow from primary
 ones: the audit recomputes and compares them, and a repair writes the difference.
 """
 
@@ -21,11 +21,10 @@ from penstock.limits import MAX_DURATION_MS
 from penstock.store.check_report import KEPT, Kind, Violation
 from penstock.store.codec import opendata, records
 from penstock.store.codec.metadata import Metadata, decode_metadata
-from penstock.store.codec.opendata import decode_seq_block, encode_seq_block, increment
 from penstock.store.policy import Coverage, LogSettings, Stretch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.engines import Batch, Table
     from penstock.store.kv.queues import Queue
@@ -48,7 +47,7 @@ _OF_MANY: Final = {
 }
 _META, _TOTALS, _NUMBERS, _EPOCH = b"meta", b"\x02\x0e", b"\x02\x0cqueue", b"\x02\x14"
 _QUARANTINE, CURSOR = b"\x02\x0f", b"\x02\x12"
-_SPECS, COUNTS, _COVERAGE, _LISTING = b"\x02\x06", b"\x02\x0b", b"\x02\x13", b"\x02\x16"
+_SPECS, _COUNTS, _COVERAGE, _LISTING = b"\x02\x06", b"\x02\x0b", b"\x02\x13", b"\x02\x16"
 _SETTINGS, _UNROUTED = b"\x02\x10", b"\x02\x11"
 _USER_SEGMENTS: Final = b"\x03\x01\x00\x00\x00\x01"
 _pair: Final = struct.Struct(">QQ")
@@ -64,12 +63,7 @@ class RefusedRow(CorruptRecord):
 
 def span(prefix: bytes) -> tuple[bytes, bytes]:
     """Return the range of all keys with a prefix."""
-    return prefix, increment(prefix) or LAST
-
-
-def scan(table: Table, prefix: bytes = b"", *, page: int = 1000) -> Iterator[tuple[bytes, bytes]]:
-    """Read every row with a prefix, a page at a time."""
-    return rows_of(table, *span(prefix), page=page)
+    return prefix, opendata.increment(prefix) or LAST
 
 
 class Rows:
@@ -96,6 +90,10 @@ class Rows:
         """Return a table of the store."""
         return self.core.engine.table(name)
 
+    def scan(self, name: str, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Read every row of a table with a prefix, a page at a time."""
+        return rows_of(self.table(name), *span(prefix))
+
     def count(self, what: str, number: int = 1) -> None:
         """Count things that the audit looked at."""
         self.checked[what] = self.checked.get(what, 0) + number
@@ -120,6 +118,17 @@ class Rows:
             told = Kind.ORPHAN_ENTRY if right is None else Kind.WRONG_FIELD
             told = kind or (Kind.MISSING_ENTRY if present is None else told)
             self.mend(told, table, key, right, text)
+
+    def compare_all(
+        self, table: str, prefixes: Sequence[bytes], right: dict[bytes, bytes], text: str
+    ) -> None:
+        """Compare all rows with these prefixes with the right ones, which are used up."""
+        for prefix in prefixes:
+            for key, value in self.scan(table, prefix):
+                self.count(f"{table} entries")
+                self.compare(table, key, value, right.pop(key, None), text)
+        for key, value in right.items():
+            self.compare(table, key, None, value, text)
 
     def write(self, table: str, key: bytes, right: bytes | None) -> None:
         """Repair: write a row, or delete it."""
@@ -186,43 +195,12 @@ class Rows:
         return decode_metadata(encoded)
 
 
-class DerivedRows:
-    """The derived rows under some prefixes; keeps a hash of each that was recomputed."""
-
-    def __init__(self, rows: Rows, name: str, *prefixes: bytes) -> None:
-        self._rows = rows
-        self._name = name
-        self._prefixes = prefixes
-        self._expected = array("q")
-        self._present = 0
-        self.table = rows.table(name)
-
-    def expect(self, key: bytes, right: bytes | None, present: bytes | None, text: str) -> None:
-        """Compare a row that should be there; ``right`` is None if its value does not matter."""
-        self._expected.append(hash(key))
-        self._present += present is not None
-        if right is not None:
-            self._rows.compare(self._name, key, present, right, text)
-
-    def finish(self, text: str) -> None:
-        """Report and delete the rows that nothing accounts for."""
-        count = sum(1 for prefix in self._prefixes for _ in scan(self.table, prefix))
-        self._rows.count(f"{self._name} entries", count)
-        if count == self._present:
-            return
-        expected = set(self._expected)
-        for prefix in self._prefixes:
-            for key, value in scan(self.table, prefix):
-                if hash(key) not in expected:
-                    self._rows.compare(self._name, key, value, None, text)
-
-
 # --- the store and its queues -------------------------------------------------------------------
 
 
-def check_system(rows: Rows) -> dict[int, int | None]:
-    """Check the table ``default``; return the logs' cursors, None for one that does not decode."""
-    core, cursors = rows.core, dict[int, int | None]()
+def check_system(rows: Rows, cursors: dict[int, int | None]) -> None:
+    """Check the table ``default``; read the logs' cursors, None for one that does not decode."""
+    core = rows.core
 
     def parse_row(key: bytes, value: bytes) -> None:
         if key.startswith(_QUARANTINE):
@@ -244,7 +222,6 @@ def check_system(rows: Rows) -> dict[int, int | None]:
     _check_own(rows, "default", _META, core.identity)
     if core.totals.published or core.totals.filters_version:
         _check_own(rows, "default", _TOTALS, core.totals, exactly=False)
-    return cursors
 
 
 def _check_own(
@@ -263,12 +240,12 @@ def check_sequence(rows: Rows, table: str, key: bytes, highest: int, what: str) 
     value = rows.table(table).get(key)
     kind, text = Kind.SEQUENCE, f"{what} up to {highest} are in use, and would be given out again"
     try:
-        if value is not None and sum(decode_seq_block(value)) > highest:
+        if value is not None and sum(opendata.decode_seq_block(value)) > highest:
             return
     except CorruptRecord as error:
         kind, text = Kind.UNDECODABLE, str(error)
     if value is not None or highest > 0:
-        rows.compare(table, key, value, encode_seq_block(highest + 1, 0), text, kind)
+        rows.mend(kind, table, key, opendata.encode_seq_block(highest + 1, 0), text)
 
 
 def check_queues(rows: Rows) -> None:
@@ -279,30 +256,23 @@ def check_queues(rows: Rows) -> None:
         rows.count("queues")
         name, key, right = f"queue {queue.name}", _SPECS + queue.id, queue.spec
         live = queue.coverage.live
-        if not _parses(right.filter):
+        if not _parses(right.filter) and live and _parses(live[-1].filter):
             # The filter that the queue was last filled by is as good.
-            if live and _parses(live[-1].filter):
-                right = msgspec.structs.replace(right, filter=live[-1].filter)
-            encoded, text = (
-                records.encode_queue_spec(right, queue.number),
-                f"{name}: its filter can't be read",
-            )
-            rows.mend(Kind.SPEC, "queues", key, encoded, text)
-        else:
-            text = f"{name}: its spec is not the one that the store was opened with"
-            encoded = records.encode_queue_spec(right, queue.number)
-            rows.compare("queues", key, table.get(key), encoded, text, Kind.SPEC)
-            _check_coverage(rows, queue)
+            right = msgspec.structs.replace(right, filter=live[-1].filter)
+        text = f"{name}: its spec is not the one that the store was opened with, or does not parse"
+        encoded = records.encode_queue_spec(right, queue.number)
+        rows.compare("queues", key, table.get(key), encoded, text, Kind.SPEC)
+        _check_coverage(rows, queue, right.filter)
         if queue.number in numbers:
             text = f"{name} and queue {numbers[queue.number]} have one number"
             rows.violate(Kind.NUMBER, "queues", key, text)
         numbers[queue.number] = queue.name
     check_sequence(rows, "default", _NUMBERS, max(numbers, default=0), "numbers of queues")
-    prefixes = (_SPECS, COUNTS, _COVERAGE, _LISTING)
+    prefixes = (_SPECS, _COUNTS, _COVERAGE, _LISTING)
     known = {prefix + queue.id for queue in core.by_name.values() for prefix in prefixes}
-    for key, value in scan(table):
+    why = RefusedRow(Kind.STRANGER, "a row of a queue that is not there")
+    for key, value in rows.scan("queues"):
         if key not in known:
-            why = RefusedRow(Kind.STRANGER, "a row of a queue that is not there")
             rows.reject("queues", key, value, why)
 
 
@@ -314,26 +284,19 @@ def _parses(text: str) -> bool:
     return True
 
 
-def _check_coverage(rows: Rows, queue: Queue) -> None:
-    core, key, wanted = rows.core, _COVERAGE + queue.id, queue.spec.filter
+def _check_coverage(rows: Rows, queue: Queue, wanted: str) -> None:
+    end, key, known = rows.core.log.end, _COVERAGE + queue.id, queue.coverage
     value = rows.table("queues").get(key)
     try:
         fault = _fault(msgspec.msgpack.decode(value or b"", type=Coverage), wanted)
     except (msgspec.MsgspecError, ValueError) as error:
         fault = str(error)
-    if not fault:
-        return
-    known = queue.coverage
-    reopened = [Stretch(each.begin, None, wanted) for each in known.live[-1:]]
-    # If nothing is known of the past, the queue takes messages from here on.
-    candidates = (
-        known,
-        Coverage([*known.live[:-1], *reopened], known.backfilled, known_from=known.known_from),
-        Coverage([Stretch(core.log.end, None, wanted)], known_from=core.log.end),
-    )
-    right = next(each for each in candidates if not _fault(each, wanted))
-    text = f"queue {queue.name}: what it was filled from: {fault}"
-    rows.compare("queues", key, value, msgspec.msgpack.encode(right), text, Kind.COVERAGE)
+    if fault:
+        # If memory does not know the past either, the queue takes messages from here on.
+        anew = Coverage([Stretch(end, None, wanted)], known_from=end)
+        right = msgspec.msgpack.encode(anew if _fault(known, wanted) else known)
+        text = f"queue {queue.name}: what it was filled from: {fault}"
+        rows.compare("queues", key, value, right, text, Kind.COVERAGE)
 
 
 def _fault(coverage: Coverage, wanted: str) -> str:
@@ -361,97 +324,91 @@ def check_dedup(rows: Rows) -> None:
         message_id, expires_at_ms = _pair.unpack(value)
         return message_id, expires_at_ms
 
-    missing: dict[bytes, list[bytes]] = {}
+    lists: dict[bytes, list[bytes]] = {}
     listed: set[tuple[bytes, int]] = set()
-    for _, (expires_at_ms, keys) in rows.parse("dedup", b"\x01", "dedup rows", parse_list):
+    for row, (expires_at_ms, keys) in rows.parse("dedup", b"\x01", "dedup rows", parse_list):
+        lists[row] = keys
         listed.update((key, expires_at_ms) for key in keys)
+    longer: set[bytes] = set()
     for key, (message_id, expires_at_ms) in rows.parse("dedup", b"\x00", "dedup ids", parse_id):
         if (key, expires_at_ms) not in listed:
             text = f"the dedup id of message {message_id} would never be forgotten"
             rows.violate(Kind.MISSING_ENTRY, "dedup", key, text)
             row = b"\x01" + _pair.pack(expires_at_ms, message_id)
-            missing.setdefault(row, []).append(key)
-    for row, keys in missing.items():
-        known: list[bytes] = []
-        with suppress(msgspec.MsgspecError):
-            known = msgspec.msgpack.decode(
-                rows.table("dedup").get(row) or b"\x90", type=list[bytes]
-            )
-        rows.write("dedup", row, msgspec.msgpack.encode([*known, *keys]))
+            lists.setdefault(row, []).append(key)
+            longer.add(row)
+    for row in longer:
+        rows.write("dedup", row, msgspec.msgpack.encode(lists[row]))
 
 
 # --- the log ------------------------------------------------------------------------------------
 
 
+class _Segment:
+    """A log segment by its entries: the starts that their keys imply, first time, end, logs."""
+
+    def __init__(self) -> None:
+        self.starts: set[int] = set()
+        self.first_ms = self.end = 0
+        self.logs: set[bytes] = set()
+
+
 class LogAudit:
     """Checks the table ``log``.
 
-    ``unrouted`` are the messages that no queue took, ``pending`` by log the messages that are not
-    assigned yet, ``highest`` is the highest id in the log.
+    ``unrouted`` are the messages that no queue took, ``pending`` by log those that are not assigned
+    yet, ``highest`` is the highest id in the log.
     """
 
     def __init__(self, rows: Rows, cursors: dict[int, int | None]) -> None:
-        self._rows = rows
-        self._table = rows.table("log")
         identity, logs = rows.core.identity, range(rows.core.log.all_logs)
-        keys = [opendata.metadata_log_key(f"{identity.store_id:08x}", str(log)) for log in logs]
-        self._logs = dict(zip(keys, logs, strict=True))
+        self._rows = rows
+        name = f"{identity.store_id:08x}"
+        self._logs = {opendata.metadata_log_key(name, str(log)): log for log in logs}
         # The first message of each log that is not assigned; inline, all are.
-        is_pipeline = identity.routing == "pipeline"
-        assigned: dict[int, int | None] = dict.fromkeys(logs, 1 << 64)
-        self._cursors = cursors if is_pipeline else assigned
+        self._cursors = cursors if identity.routing == "pipeline" else dict.fromkeys(logs, 1 << 64)
         self._last_ids: dict[bytes, int] = {}
-        self._metas: dict[int, tuple[int, int]] = {}
-        # By segment: the starts that the keys of its entries imply, the first time, the last id.
-        self._starts: dict[int, set[int]] = {}
-        self._first_ms: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
-        # (segment, log) of all entries.
-        self._used: set[tuple[int, bytes]] = set()
+        self._segments: dict[int, _Segment] = {}
+        # By segment, start and time as its description says.
+        self._told: dict[int, tuple[int, int]] = {}
         self.unrouted: set[int] = set()
         self.pending: dict[int, array[int]] = {log: array("Q") for log in logs}
         self.highest = 0
 
-    @property
-    def earliest(self) -> int:
-        """The lowest offset that the log keeps."""
-        return min((start for start, _ in self._metas.values()), default=self.highest + 1)
-
     def scan(self) -> None:
         """Check the whole log."""
         rows, settings = self._rows, self._rows.core.log.settings
-        if settings != LogSettings() or self._table.get(_SETTINGS) is not None:
+        if settings != LogSettings() or rows.table("log").get(_SETTINGS) is not None:
             _check_own(rows, "log", _SETTINGS, settings)
-        system, user = (b"", _USER_SEGMENTS), (_USER_SEGMENTS, LAST)
-        for _ in rows.parse("log", system, "log rows", self._parse_system):
-            pass
-        entries = rows.parse("log", user, "log rows", self._parse_entry, page=LARGE_PAGE)
-        for key, messages in entries:
-            if messages:
-                self._add_entry(key, messages)
+        for where, parse_row in (
+            ((b"", _USER_SEGMENTS), self._read_system),
+            ((_USER_SEGMENTS, LAST), self._read_entry),
+        ):
+            for _ in rows.parse("log", where, "log rows", parse_row, page=LARGE_PAGE):
+                pass
         self._check_segments()
-        for _, ids in rows.parse("log", _UNROUTED, "unrouted rows", self._parse_unrouted):
-            self.unrouted.update(ids)
+        for _ in rows.parse("log", _UNROUTED, "unrouted rows", self._read_unrouted):
+            pass
 
-    def _parse_system(self, key: bytes, value: bytes) -> None:
+    def _read_system(self, key: bytes, value: bytes) -> None:
         if key.startswith(opendata.SEGMENT_META_PREFIX):
             number = opendata.parse_segment_meta_key(key)
-            self._metas[number] = opendata.decode_segment_meta(value)
+            self._told[number] = opendata.decode_segment_meta(value)
         elif key not in {_SETTINGS, opendata.SEQ_BLOCK_KEY} and not key.startswith(_UNROUTED):
             raise RefusedRow(Kind.STRANGER, "a key that nothing uses")
 
-    def _parse_unrouted(self, key: bytes, packed: bytes) -> Iterable[int]:
+    def _read_unrouted(self, key: bytes, packed: bytes) -> None:
         if len(key) != 14 or packed[:8] != key[6:]:
             raise CorruptRecord("a row of unrouted messages that is not what its key says")
-        if int.from_bytes(key[2:6], "big") not in self._metas:
+        if int.from_bytes(key[2:6], "big") not in self._told:
             raise RefusedRow(Kind.STRANGER, "unrouted messages of a segment that is not there")
-        return struct.unpack(f">{len(packed) // 8}Q", packed)
+        self.unrouted.update(struct.unpack(f">{len(packed) // 8}Q", packed))
 
-    def _parse_entry(self, key: bytes, value: bytes) -> list[tuple[int, bytes]]:
+    def _read_entry(self, key: bytes, value: bytes) -> None:
         if key[6:7] == b"\x40":
             opendata.parse_listing_key(key)
-            return []
-        _, log_key, _ = opendata.parse_entry_key(key)
+            return
+        number, log_key, relative = opendata.parse_entry_key(key)
         messages = opendata.decode_metadata_batch(value)
         if log_key not in self._logs or not messages:
             raise CorruptRecord("an entry of a log that is not there, or without messages")
@@ -459,76 +416,67 @@ class LogAudit:
         if ids != sorted(set(ids)) or ids[0] <= self._last_ids.get(log_key, 0):
             text = f"ids from {ids[0]} on are not above those before them in their log"
             raise RefusedRow(Kind.ORDER, text)
-        return messages
-
-    def _add_entry(self, key: bytes, messages: list[tuple[int, bytes]]) -> None:
-        number, log_key, relative = opendata.parse_entry_key(key)
-        log, first, last = self._logs[log_key], messages[0][0], messages[-1][0]
         self._rows.count("log messages", len(messages))
-        self._starts.setdefault(number, set()).add(first - relative)
-        self._used.add((number, log_key))
-        self._last_ids[log_key] = last
-        self._ends[number] = max(self._ends.get(number, 0), last + 1)
-        self.highest = max(self.highest, last)
-        cursor = self._cursors.get(log, 0) or 0
-        kept = []
-        for id_, encoded in messages:
-            try:
-                published_at_ms = self._published_at_ms(id_, encoded, is_pending=id_ >= cursor)
-            except CorruptRecord as error:
-                self._rows.reject("log", key, encoded, error, id_.to_bytes(8, "big"))
-                continue
-            kept.append((id_, encoded))
-            # Logs of a segment follow upon each other here: the first message may be in any.
-            first_ms = self._first_ms.get(number, published_at_ms)
-            self._first_ms[number] = min(first_ms, published_at_ms)
-            if id_ >= cursor:
-                self.pending[log].append(id_)
+        segment = self._segments.setdefault(number, _Segment())
+        segment.starts.add(ids[0] - relative)
+        segment.logs.add(log_key)
+        segment.end = max(segment.end, ids[-1] + 1)
+        self._last_ids[log_key] = ids[-1]
+        self.highest = max(self.highest, ids[-1])
+        kept = [each for each in messages if self._keeps(key, segment, self._logs[log_key], *each)]
         if len(kept) < len(messages):
             self._rows.write("log", key, None)
             if kept:
-                moved = opendata.entry_key(number, log_key, relative + kept[0][0] - first)
+                moved = opendata.entry_key(number, log_key, relative + kept[0][0] - ids[0])
                 self._rows.write("log", moved, opendata.encode_metadata_batch(kept))
 
-    def _published_at_ms(self, id_: int, encoded: bytes, *, is_pending: bool) -> int:
-        # A message that was assigned stays in the log without its payload.
-        found = self._rows.metadata_of(id_, encoded) if is_pending else decode_metadata(encoded)
-        # The clock may have been set back, but not by centuries.
-        is_time = 0 <= found.published_at_ms <= self._rows.now_ms + MAX_DURATION_MS
-        if not is_time or not 0 <= found.delay_ms <= MAX_DURATION_MS:
-            raise CorruptRecord(f"message {id_}: published in the future, or delayed for too long")
-        return found.published_at_ms
+    def _keeps(self, key: bytes, segment: _Segment, log: int, id_: int, encoded: bytes) -> bool:
+        """Take a message of an entry in; False if it goes to the quarantine."""
+        is_pending = id_ >= (self._cursors.get(log, 0) or 0)
+        try:
+            # A message that was assigned stays in the log without its payload.
+            found = self._rows.metadata_of(id_, encoded) if is_pending else decode_metadata(encoded)
+            # The clock may have been set back, but not by centuries.
+            at_ms, delay_ms, latest_ms = found.published_at_ms, found.delay_ms, MAX_DURATION_MS
+            if not 0 <= at_ms <= self._rows.now_ms + latest_ms or not 0 <= delay_ms <= latest_ms:
+                raise CorruptRecord(f"message {id_}: published in the future, or delayed too long")
+        except CorruptRecord as error:
+            self._rows.reject("log", key, encoded, error, id_.to_bytes(8, "big"))
+            return False
+        # Logs of a segment follow upon each other here: the first message may be in any.
+        segment.first_ms = min(segment.first_ms or at_ms, at_ms)
+        if is_pending:
+            self.pending[log].append(id_)
+        return True
 
     def _check_segments(self) -> None:
         """Check where segments begin, in offset and in time, and which logs they list."""
         at = at_ms = 0
-        for number in sorted(self._metas.keys() | self._starts.keys()):
-            starts, told = self._starts.get(number, set()), self._metas.get(number)
+        for number in sorted(self._told.keys() | self._segments.keys()):
+            segment, told = self._segments.get(number, _Segment()), self._told.get(number)
+            starts = segment.starts
             # Entries that agree know best. A segment begins after the one before it.
             guesses = [*(starts if len(starts) == 1 else ()), *(told or ())[:1], *sorted(starts)]
             start = next((each for each in guesses if each >= at), at)
-            at_ms = max(at_ms, told[1] if told else self._first_ms.get(number, 0))
+            at_ms = max(at_ms, told[1] if told else segment.first_ms)
             if starts - {start}:
                 self._move_entries(number, start)
-            key, right = (
-                opendata.segment_meta_key(number),
-                opendata.encode_segment_meta(start, at_ms),
+            key, right = opendata.segment_meta_key(number), (start, at_ms)
+            present, encoded = (
+                each and opendata.encode_segment_meta(*each) for each in (told, right)
             )
             text = f"segment {number} begins at offset {start}, by its entries and its neighbours"
-            self._rows.compare(
-                "log", key, told and opendata.encode_segment_meta(*told), right, text
-            )
-            self._metas[number] = (start, at_ms)
-            at = max(start, self._ends.get(number, 0))
-        for number, log_key in self._used:
-            key = opendata.listing_key(number, log_key)
-            text = f"segment {number} has entries of a log that it does not list"
-            self._rows.compare("log", key, self._table.get(key), b"", text)
+            self._rows.compare("log", key, present, encoded, text)
+            self._told[number] = right
+            at = max(start, segment.end)
+            for log_key in segment.logs:
+                key = opendata.listing_key(number, log_key)
+                present, text = self._rows.table("log").get(key), f"a log that segment {number} has"
+                self._rows.compare("log", key, present, b"", text)
 
     def _move_entries(self, number: int, start: int) -> None:
         """Move the entries of a segment whose keys do not go with its start."""
-        prefix = opendata.entry_prefix(number, b"")[:7]
-        for key, value in scan(self._table, prefix, page=LARGE_PAGE):
+        for key, value in self._rows.scan("log", opendata.entry_prefix(number, b"")[:7]):
             with suppress(CorruptRecord):
                 _, log_key, relative = opendata.parse_entry_key(key)
                 first = next((id_ for id_, _ in opendata.decode_metadata_batch(value)), start)
@@ -540,8 +488,13 @@ class LogAudit:
                     moved = opendata.entry_key(number, log_key, first - start)
                     self._rows.write("log", moved, value)
 
+    @property
+    def earliest(self) -> int:
+        """The lowest offset that the log keeps."""
+        return min((start for start, _ in self._told.values()), default=self.highest + 1)
+
     def note_unrouted(self, message_id: int) -> None:
         """Repair: note a message that no queue took, under its segment."""
-        before = [number for number, (start, _) in self._metas.items() if start <= message_id]
+        before = [number for number, (start, _) in self._told.items() if start <= message_id]
         number, id8 = max(before, default=1), message_id.to_bytes(8, "big")
         self._rows.write("log", _UNROUTED + number.to_bytes(4, "big") + id8, id8)
