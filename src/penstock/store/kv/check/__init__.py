@@ -37,24 +37,11 @@ import msgspec
 
 from penstock.engines import describe_range, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
-from penstock.model import State
 from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
 from penstock.store.codec import opendata
 from penstock.store.codec.stored import decode_lease, encode_lease
 from penstock.store.kv.check import tables
-from penstock.store.kv.check.queue import (
-    POINTERS,
-    QueueMessages,
-    check_attempts,
-    check_counters,
-    check_unclaimed,
-    flight_place,
-    live_prefixes,
-    read_buckets,
-    read_counts,
-    read_ended,
-    read_indexed,
-)
+from penstock.store.kv.check.queue import POINTERS, QueueAudit, flight_place, live_prefixes
 from penstock.store.kv.check.tables import LARGE_PAGE, LAST, LogAudit, RefusedRow
 from penstock.store.kv.state import SHARED_TABLES
 from penstock.store.live import LIVE_TABLES, Beliefs
@@ -97,19 +84,14 @@ def audit(
         if len(batch):
             core.commit(batch, list(core.by_name.values()), now_ms)
 
-    def read(before: _Reading | None) -> _Reading:
-        reading = _Reading(core, repair=repair, now_ms=now_ms)
-        reading.quarantined_many = keep_payloads
-        if before is not None:
-            reading.known_lost = before.lost
-        reading.run()
-        return reading
-
-    first = last = read(None)
+    first = last = _Reading(core, set(), repair=repair, now_ms=now_ms, keep_payloads=keep_payloads)
+    first.run()
     rounds = 1
     while repair and last.found and rounds < MAX_ROUNDS:
         core.load()
-        before, last = last, read(last)
+        before = last
+        last = _Reading(core, before.lost, repair=True, now_ms=now_ms, keep_payloads=keep_payloads)
+        last.run()
         rounds += 1
         if last.violations == before.violations:
             break
@@ -159,7 +141,7 @@ def _report(first: tables.Rows, last: tables.Rows, rounds: int) -> AuditReport:
 
 def held_ids(store: KvStore, *, now_ms: int) -> dict[str, array[int]]:
     """Return the ids of the messages of every queue, in order, done and failed ones among them."""
-    reading = _Reading(store, repair=False, now_ms=now_ms)
+    reading = _Reading(store, set(), repair=False, now_ms=now_ms, keep_payloads=True)
     return {
         queue.name: array("Q", sorted(reading.read_queue(queue)))
         for queue in store.by_name.values()
@@ -169,8 +151,11 @@ def held_ids(store: KvStore, *, now_ms: int) -> dict[str, array[int]]:
 class _Reading(tables.Rows):
     """One reading of the store. ``lost`` are the messages that it finds without a payload."""
 
-    def __init__(self, core: Core, *, repair: bool, now_ms: int) -> None:
-        super().__init__(core, repair=repair, now_ms=now_ms)
+    def __init__(
+        self, core: Core, known_lost: set[int], *, repair: bool, now_ms: int, keep_payloads: bool
+    ) -> None:
+        super().__init__(core, known_lost, repair=repair, now_ms=now_ms)
+        self.quarantined_many = keep_payloads
         self._cursors: dict[int, int | None] = {}
         self._log = LogAudit(self, self._cursors)
         # The ids of the messages of all queues; by queue number and lease, the keys in flight.
@@ -230,21 +215,13 @@ class _Reading(tables.Rows):
 
     def read_queue(self, queue: Queue) -> Collection[int]:
         """Check the messages of a queue; return their ids."""
-        messages = QueueMessages(queue, read_counts(self, queue))
-        read_ended(self, messages, State.DONE)
-        if self.core.identity.design == "indexed":
-            read_indexed(self, messages)
-        else:
-            read_buckets(self, messages)
-        read_ended(self, messages, State.FAILED)
-        for check in (check_attempts, check_unclaimed, check_counters):
-            check(self, messages)
-        for lease, keys in messages.flight.items():
-            self._flight[queue.number, lease] = keys
-        if messages.misplaced:
-            self._misplaced[queue.name] = messages.misplaced
-        self._held.extend(messages.attempts)
-        return messages.attempts.keys()
+        found = QueueAudit(self, queue)
+        found.run()
+        self._flight.update(((queue.number, lease), keys) for lease, keys in found.flight.items())
+        if found.misplaced:
+            self._misplaced[queue.name] = found.misplaced
+        self._held.extend(found.attempts)
+        return found.attempts
 
     def _check_strangers(self) -> None:
         """Check for rows of queues that are not there, and for keys that nothing uses."""
@@ -362,12 +339,8 @@ class _Reading(tables.Rows):
         self.lost.add(id_)
 
     def _check_references(self, id_: int, holders: int, known: dict[int, int]) -> None:
-        log, key, count_key = (
-            self._log,
-            opendata.payload_key(id_),
-            _REFERENCES + id_.to_bytes(8, "big"),
-        )
-        count = known.get(_COUNT)
+        key, count_key = opendata.payload_key(id_), _REFERENCES + id_.to_bytes(8, "big")
+        log, count = self._log, known.get(_COUNT)
         if holders or _PAYLOAD not in known:
             if count != (holders if holders > 1 else None):
                 text = f"{holders} queues hold message {id_}, its count says {count}"

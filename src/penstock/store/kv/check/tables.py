@@ -72,16 +72,13 @@ class Rows:
     ``known_lost``: messages without payload, by the reading before this one.
     """
 
-    def __init__(self, core: Core, *, repair: bool, now_ms: int) -> None:
-        self.core = core
-        self.repair = repair
-        self.now_ms = now_ms
+    def __init__(self, core: Core, known_lost: set[int], *, repair: bool, now_ms: int) -> None:
+        self.core, self.known_lost, self.repair, self.now_ms = core, known_lost, repair, now_ms
         self.checked, self.found = dict[str, int](), dict[str, int]()
         self.violations, self.notes = list[Violation](), list[Violation]()
         # A check without repair needs no store that can be written.
         self._batch: Batch | None = None
         self._bytes = 0
-        self.known_lost: set[int] = set()
         # Messages with a row in the quarantine; and whether it has rows of unknown messages.
         self.quarantined_ids: set[int] = set()
         self.quarantined_many = False
