@@ -6,30 +6,13 @@ from hypothesis import strategies as st
 
 from penstock.errors import CorruptRecord
 from penstock.importers.queueber_source import (
-    AVAILABLE,
-    IN_PROGRESS,
     LEASE_EXPIRY,
-    LEASES,
     VISIBILITY_INDEX,
-    parse_key,
     parse_timed_key,
 )
 
 ID = bytes(range(0x10, 0x20))
-ITEMS = (AVAILABLE, IN_PROGRESS, LEASES)
 INDEXES = (VISIBILITY_INDEX, LEASE_EXPIRY)
-
-
-@pytest.mark.parametrize(
-    ("namespace", "key"),
-    [
-        (AVAILABLE, b"available/" + ID),
-        (IN_PROGRESS, b"in_progress/" + ID),
-        (LEASES, b"leases/" + ID),
-    ],
-)
-def test_keys_of_items_and_leases(namespace: bytes, key: bytes) -> None:
-    assert parse_key(namespace, key) == ID
 
 
 @pytest.mark.parametrize(
@@ -41,21 +24,6 @@ def test_keys_of_items_and_leases(namespace: bytes, key: bytes) -> None:
 )
 def test_keys_of_indexes(namespace: bytes, key: bytes) -> None:
     assert parse_timed_key(namespace, key) == (258, ID)
-
-
-@pytest.mark.parametrize(
-    ("namespace", "key"),
-    [
-        (AVAILABLE, b""),
-        (AVAILABLE, b"available/"),
-        (AVAILABLE, b"in_progress/x"),
-        (IN_PROGRESS, b"available/x"),
-        (LEASES, b"lease/x"),
-    ],
-)
-def test_wrong_keys(namespace: bytes, key: bytes) -> None:
-    with pytest.raises(CorruptRecord, match="Queueber key"):
-        parse_key(namespace, key)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +41,11 @@ def test_wrong_keys_of_indexes(namespace: bytes, key: bytes) -> None:
         parse_timed_key(namespace, key)
 
 
-@given(st.sampled_from(ITEMS + INDEXES), st.binary(max_size=24), st.booleans())
+@given(st.sampled_from(INDEXES), st.binary(max_size=24), st.booleans())
 def test_any_key_is_corrupt_or_is_read_whole(namespace: bytes, rest: bytes, own: bool) -> None:
     key = namespace + rest if own else rest
     try:
-        if namespace in ITEMS:
-            assert namespace + parse_key(namespace, key) == key
-        else:
-            secs, id_ = parse_timed_key(namespace, key)
-            assert namespace + secs.to_bytes(8, "big") + b"/" + id_ == key
+        secs, id_ = parse_timed_key(namespace, key)
+        assert namespace + secs.to_bytes(8, "big") + b"/" + id_ == key
     except CorruptRecord:
         pass

@@ -21,6 +21,7 @@ both                                            one message, visible at the late
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -36,9 +37,7 @@ from penstock.importers.queueber_source import (
     IN_PROGRESS,
     LEASE_EXPIRY,
     LEASES,
-    VISIBILITY_INDEX,
     Source,
-    parse_key,
     parse_timed_key,
 )
 from penstock.model import Message, State
@@ -76,7 +75,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The counts of all runs of an import; the last four are those of the last run.
+    """The counts of all runs of an import; those from ``corrupt_leases`` on are of the last run.
 
     ``skipped`` items could not be read or are not allowed; ``problems`` lists the first few
     records that were wrong.
@@ -91,10 +90,7 @@ class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
     skipped: int = 0
     in_both: int = 0
     in_two_families: int = 0
-    unindexed: int = 0
     corrupt_leases: int = 0
-    orphaned_index_entries: int = 0
-    orphaned_lease_entries: int = 0
     foreign_keys: int = 0
     imported_before: int = 0
     problems: tuple[Problem, ...] = ()
@@ -254,40 +250,27 @@ class _Import:
         return Row(message.attributes, size=len(message.payload), published_at_ms=now_ms)
 
     def _survey(self) -> None:
-        """Note the leases that are live, and the entries of the indexes that lead nowhere."""
+        """Note the leases that are live, and the keys that are none of Queueber's."""
         for family, key in self._source.foreign_keys():
             self._seen["foreign_keys"] += 1
             self._note(key, f"in no namespace of family {family}")
         now_ms = self._clock.now_ms()
         ends: dict[bytes, int] = {}
-        for ends_secs, id_ in self._entries(LEASE_EXPIRY, LEASES, "orphaned_lease_entries"):
-            ends[id_] = max(ends_secs, ends.get(id_, 0))
+        for _, key in self._source.keys(LEASE_EXPIRY):
+            with suppress(CorruptRecord):
+                ends_secs, id_ = parse_timed_key(LEASE_EXPIRY, key)
+                ends[id_] = max(ends_secs, ends.get(id_, 0))
         for family, key in self._source.keys(LEASES):
             try:
                 ids, ends_secs = self._source.decode_lease(self._source.newest(LEASES, key) or b"")
-                id_ = parse_key(LEASES, key)
             except CorruptRecord as error:
                 self._seen["corrupt_leases"] += 1
                 self._note(key, f"lease in family {family}: {error}")
                 continue
-            ends_secs = ends_secs or ends.get(id_, 0)
+            ends_secs = ends_secs or ends.get(key.removeprefix(LEASES), 0)
             if ends_secs * 1000 > now_ms:
                 for item in ids:
                     self._lease_ends[item] = max(ends_secs, self._lease_ends.get(item, 0))
-        for _ in self._entries(VISIBILITY_INDEX, AVAILABLE, "orphaned_index_entries"):
-            pass
-
-    def _entries(self, index: bytes, to: bytes, orphaned: str) -> Iterator[tuple[int, bytes]]:
-        """Give second and id of the entries of an index; count those that lead nowhere."""
-        for _, key in self._source.keys(index):
-            try:
-                seconds, id_ = parse_timed_key(index, key)
-            except CorruptRecord:
-                id_ = b""
-            if id_ and self._source.has(to, to + id_):
-                yield seconds, id_
-            else:
-                self._seen[orphaned] += 1
 
     def _note(self, key: bytes, reason: str) -> None:
         if len(self._seen_problems) < MAX_PROBLEMS:
@@ -309,13 +292,12 @@ class _Import:
                 stored[record.namespace] = self._source.decode_item(record)
             except CorruptRecord as error:
                 problems.append(_problem(record.key, str(error)))
-        id_ = records[0].id
-        message = None
+        id_, message = records[0].id, None
         if stored:
-            kind, message = self._message(id_, stored, counted)
+            kind, message = self._message(id_, stored.get(AVAILABLE), stored.get(IN_PROGRESS))
             try:
                 check_messages([message])
-                counted.append(kind)
+                counted += [kind, *(["in_both"] if len(stored) > 1 else [])]
             except InvalidMessage as error:
                 problems.append(_problem(records[0].key, str(error)))
                 message = None
@@ -324,19 +306,11 @@ class _Import:
         return _Step(id_, len(records), message, tuple(counted), problems)
 
     def _message(
-        self, id_: bytes, stored: dict[bytes, StoredItem], counted: list[str]
+        self, id_: bytes, waiting: StoredItem | None, held: StoredItem | None
     ) -> tuple[str, Message]:
-        now_ms = self._clock.now_ms()
-        waiting, held = stored.get(AVAILABLE), stored.get(IN_PROGRESS)
-        if waiting is not None and held is not None:
-            counted.append("in_both")
-        visible_at_ms = 0
+        now_ms, visible_at_ms = self._clock.now_ms(), 0
         if waiting is not None:
             visible_at_ms = (waiting.visible_at_secs or 0) * 1000
-            if waiting.visible_at_secs is None or not self._source.has(
-                VISIBILITY_INDEX, waiting.index_key
-            ):
-                counted.append("unindexed")
         kind = "delayed" if visible_at_ms > now_ms else "available"
         if held is not None:
             ends_ms = self._lease_ends.get(id_, 0) * 1000
@@ -345,9 +319,10 @@ class _Import:
                 kind = "leased"
             elif waiting is None:
                 kind = "lease_ended"
-        contents = (held or waiting or next(iter(stored.values()))).contents
+        found = held or waiting
+        assert found is not None
         delay_ms = min(max(0, visible_at_ms - now_ms), limits.MAX_DURATION_MS)
-        return kind, Message(contents, self._attributes(id_), delay_ms=delay_ms)
+        return kind, Message(found.contents, self._attributes(id_), delay_ms=delay_ms)
 
     def _attributes(self, id_: bytes) -> dict[str, str]:
         return {"queue": self._queue, ID_ATTRIBUTE: id_.hex()}

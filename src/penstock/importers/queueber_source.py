@@ -47,14 +47,6 @@ _OWN: Final = {namespace[:-1].decode(): (namespace,) for namespace in _NAMESPACE
 _OURS: Final = frozenset({"payloads", "history", "queues"})
 
 
-def parse_key(namespace: bytes, key: bytes) -> bytes:
-    """Give the id of an item or a lease."""
-    rest = key.removeprefix(namespace)
-    if not rest or len(rest) == len(key):
-        raise CorruptRecord(f"Queueber key: {key!r} is not {namespace.decode()}<id>")
-    return rest
-
-
 def parse_timed_key(namespace: bytes, key: bytes) -> tuple[int, bytes]:
     """Give the second and the id of an entry of an index."""
     rest = key.removeprefix(namespace)
@@ -77,7 +69,6 @@ class StoredItem(NamedTuple):
     """A decoded item; ``visible_at_secs`` is None if its record does not say."""
 
     contents: bytes
-    index_key: bytes
     visible_at_secs: int | None
 
 
@@ -162,10 +153,6 @@ class Source:
             raise self._unreadable(error) from error
         return None
 
-    def has(self, namespace: bytes, key: bytes) -> bool:
-        """Return whether there is a record at a key."""
-        return self.newest(namespace, key) is not None
-
     def foreign_keys(self) -> Iterator[tuple[str, bytes]]:
         """Give the keys that are in no namespace, or in the family of another."""
         for family in self._tables:
@@ -188,8 +175,8 @@ class Source:
         try:
             visible_at_secs, indexed_id = parse_timed_key(VISIBILITY_INDEX, index_key)
         except CorruptRecord:
-            return StoredItem(contents, index_key, None)
-        return StoredItem(contents, index_key, visible_at_secs if indexed_id == id_ else None)
+            return StoredItem(contents, None)
+        return StoredItem(contents, visible_at_secs if indexed_id == id_ else None)
 
     def decode_lease(self, value: bytes) -> tuple[list[bytes], int]:
         """Return the items of a lease and the second at which it ends, or raise CorruptRecord.
