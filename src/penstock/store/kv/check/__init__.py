@@ -14,14 +14,12 @@ One reading goes through the store in this order::
     tables.py     dedup                      derived: lists of ids to forget
     here                                     derived: everything that memory believes
 
-The audit reads by pages. In memory it holds a few integers for each message of the queue at hand,
-one integer for each copy of a message in any queue, and the messages in flight.
+The audit reads by pages. In memory it holds a few integers and the right derived rows of the queue
+at hand, one integer for each copy of a message in any queue, and the messages in flight.
 
-A repair writes the differences in bounded commits, carries out what takes more than one row (a
-message is there twice, or in flight under no lease) with the store's own verbs, and reads the
-store again, until a reading finds nothing, or nothing that it can mend. It writes nothing to a
-store that is right, and nothing to a store of which a part can't be read: nobody knows what is
-wrong there, or only seems to be.
+A repair writes the differences in bounded commits, and reads the store again until a reading finds
+nothing, or nothing that it can mend. It writes nothing to a store that is right, and nothing to a
+store of which a part can't be read: nobody knows what is wrong there, or only seems to be.
 """
 
 from __future__ import annotations
@@ -59,9 +57,6 @@ __all__ = ["AuditReport", "Kind", "Violation", "audit", "held_ids"]
 # Readings of one repair: one that finds nothing ends it sooner.
 MAX_ROUNDS: Final = 8
 _REFERENCES: Final = b"\x02\x0d"
-# The ways to name a message: it has a payload, a reference count; a queue holds it; it is noted as
-# unrouted; it is not assigned yet.
-_PAYLOAD, _COUNT, _HELD, _UNROUTED, _PENDING = range(5)
 
 
 def audit(
@@ -288,26 +283,30 @@ class _Reading(tables.Rows):
         # By log, the message after which its cursor has to be.
         assigned: dict[int, int] = {}
         for id_, names in groupby(self._names(), key=itemgetter(0)):
-            highest, holders, known = max(highest, id_), 0, dict[int, int]()
+            highest, holders, known = max(highest, id_), 0, dict[str, int]()
             for _, how, value in names:
-                holders += how == _HELD
+                holders += how == "held"
                 known[how] = value
-            number = known.get(_PENDING)
+            number, has_payload, is_needed = known.get("pending"), "payload" in known, holders > 0
             if number is not None:
                 cursor = self._cursors.get(number, 0)
                 has_cursor = cursor is not None and cursor <= end
-                is_assigned = holders or _COUNT in known
+                is_assigned = holders or "count" in known
                 # A message that was assigned, or is gone, tells where a lost cursor was.
-                if is_assigned or (not has_cursor and _PAYLOAD not in known):
+                if is_assigned or not (has_cursor or has_payload):
                     assigned[number] = id_
-                if not is_assigned:
-                    if has_cursor and _PAYLOAD not in known:
-                        self._report_lost(id_, "is not assigned yet")
+                if not is_assigned and (has_payload or not has_cursor):
                     continue
-            if holders and _PAYLOAD not in known:
-                self._report_lost(id_, f"is held by {holders} queues")
-            else:
+                is_needed = is_needed or not is_assigned
+            if has_payload or not is_needed:
                 self._check_references(id_, holders, known)
+            else:
+                # The next reading puts it into the quarantine.
+                text = (
+                    f"message {id_} is held by {holders} queues, or not assigned, without payload"
+                )
+                self.violate(Kind.PAYLOAD_MISSING, "payloads", opendata.payload_key(id_), text)
+                self.lost.add(id_)
         for number in self._cursors.keys() | assigned.keys():
             cursor, last = self._cursors.get(number, 0), assigned.get(number)
             if last is not None or cursor is None or cursor > end:
@@ -317,44 +316,45 @@ class _Reading(tables.Rows):
                 self.mend(Kind.CURSOR, "default", key, right, text)
         tables.check_sequence(self, "log", opendata.SEQ_BLOCK_KEY, highest, "message ids")
 
-    def _names(self) -> Iterator[tuple[int, int, int]]:
-        """Name messages in the order of ids: (id, how, a number)."""
-        log = self._log
-        payloads = self.parse(
-            "payloads", opendata.PAYLOAD, "payloads", _parse_name, page=LARGE_PAGE
-        )
-        counts = self.parse("payloads", _REFERENCES, "reference counts", _parse_name)
+    def _names(self) -> Iterator[tuple[int, str, int]]:
+        """Name messages in the order of ids: (id, what is known of it, a number)."""
+
+        def parse(key: bytes, value: bytes) -> tuple[int, str, int]:
+            if len(key) != 10:
+                raise CorruptRecord(f"the key of a payload or a count has {len(key)} bytes, not 10")
+            is_count = key.startswith(_REFERENCES)
+            how, number = ("count", int.from_bytes(value, "big")) if is_count else ("payload", 0)
+            return int.from_bytes(key[2:], "big"), how, number
+
+        pending = self._log.pending.items()
+        payloads = self.parse("payloads", opendata.PAYLOAD, "payloads", parse, page=LARGE_PAGE)
+        counts = self.parse("payloads", _REFERENCES, "reference counts", parse)
         return merge(
             (name for _, name in payloads),
             (name for _, name in counts),
-            ((id_, _HELD, 0) for id_ in sorted(self._held)),
-            ((id_, _UNROUTED, 0) for id_ in sorted(log.unrouted)),
-            sorted((id_, _PENDING, number) for number, ids in log.pending.items() for id_ in ids),
+            ((id_, "held", 0) for id_ in sorted(self._held)),
+            ((id_, "unrouted", 0) for id_ in sorted(self._log.unrouted)),
+            sorted((id_, "pending", number) for number, ids in pending for id_ in ids),
         )
 
-    def _report_lost(self, id_: int, what: str) -> None:
-        """Report a message without a payload; the next reading puts it into the quarantine."""
-        text = f"message {id_} {what} and has no payload"
-        self.violate(Kind.PAYLOAD_MISSING, "payloads", opendata.payload_key(id_), text)
-        self.lost.add(id_)
-
-    def _check_references(self, id_: int, holders: int, known: dict[int, int]) -> None:
+    def _check_references(self, id_: int, holders: int, known: dict[str, int]) -> None:
         key, count_key = opendata.payload_key(id_), _REFERENCES + id_.to_bytes(8, "big")
-        log, count = self._log, known.get(_COUNT)
-        if holders or _PAYLOAD not in known:
+        log, count = self._log, known.get("count")
+        if holders or "payload" not in known:
             if count != (holders if holders > 1 else None):
                 text = f"{holders} queues hold message {id_}, its count says {count}"
                 right = holders.to_bytes(4, "big") if holders > 1 else None
                 self.mend(Kind.REFERENCES, "payloads", count_key, right, text)
-        elif count == 0 and (_UNROUTED in known or id_ >= log.earliest):
-            if _UNROUTED not in known:
-                text = f"message {id_} is in no queue, and the log does not know"
-                self.violate(Kind.REFERENCES, "payloads", count_key, text)
-                log.note_unrouted(id_)
+        elif count == 0 and "unrouted" in known:
+            pass
+        elif count == 0 and id_ >= log.earliest:
+            text = f"message {id_} is in no queue, and the log does not know"
+            self.violate(Kind.REFERENCES, "payloads", count_key, text)
+            log.note_unrouted(id_)
         elif self.quarantined_many or id_ in self.quarantined_ids:
             text = f"no queue holds message {id_}, but a row in the quarantine may have"
-            if len(self.notes) < KEPT:
-                self.notes.append(Violation(Kind.GARBAGE, "payloads", key.hex(), text))
+            self.notes.append(Violation(Kind.GARBAGE, "payloads", key.hex(), text))
+            del self.notes[KEPT:]
         else:
             self.mend(Kind.GARBAGE, "payloads", key, None, f"no queue holds message {id_}")
             self.write("payloads", count_key, None)
@@ -364,47 +364,27 @@ class _Reading(tables.Rows):
 
         If the disk is not right, a repair rebuilds memory anyway.
         """
+        core, identity = self.core, self.core.identity
         # Reads that met a damaged record have counted it off, to be written with the next commit.
-        if self.found or self.core.has_aside:
+        if self.found or core.has_aside:
             return
-        for name, text in wrong_beliefs(self.core):
+        id_, routing = identity.store_id, identity.routing
+        fresh = type(core)(core.engine, identity.design, store_id=id_, routing=routing, now_ms=0)
+        # Looked up when first asked for.
+        fresh.leases.due(0, 1)
+        believed, true = _beliefs(core), _beliefs(fresh)
+        wrong = {
+            key: f"memory has {believed.facts.get(key)!r:.200}, disk {true.facts.get(key)!r:.200}"
+            for key in believed.facts.keys() | true.facts.keys()
+            if believed.facts.get(key) != true.facts.get(key)
+        }
+        for key, lowest in true.bounds.items():
+            says = believed.bounds.get(key)
+            if says is None or says > lowest:
+                wrong[key] = f"memory looks from {says!r:.200} on, and the disk has {lowest!r:.200}"
+        for key, text in sorted(wrong.items(), key=repr):
+            name = ": ".join(map(str, key))
             self.violate(Kind.MEMORY, "memory", name.encode(), f"{name}: {text}")
-
-
-def _parse_name(key: bytes, value: bytes) -> tuple[int, int, int]:
-    if len(key) != 10:
-        raise CorruptRecord(f"the key of a payload or a count has {len(key)} bytes, not 10")
-    is_count = key.startswith(_REFERENCES)
-    how, number = (_COUNT, int.from_bytes(value, "big")) if is_count else (_PAYLOAD, 0)
-    return int.from_bytes(key[2:], "big"), how, number
-
-
-# --- memory -------------------------------------------------------------------------------------
-
-
-def wrong_beliefs(core: Core) -> list[tuple[str, str]]:
-    """Compare memory with a memory that is read anew; return what differs, and how."""
-    identity = core.identity
-    fresh = type(core)(
-        core.engine,
-        identity.design,
-        store_id=identity.store_id,
-        routing=identity.routing,
-        now_ms=0,
-    )
-    # Looked up when first asked for.
-    fresh.leases.due(0, 1)
-    believed, true = _beliefs(core), _beliefs(fresh)
-    wrong = {
-        key: f"memory has {believed.facts.get(key)!r:.200}, disk {true.facts.get(key)!r:.200}"
-        for key in believed.facts.keys() | true.facts.keys()
-        if believed.facts.get(key) != true.facts.get(key)
-    }
-    for key, lowest in true.bounds.items():
-        says = believed.bounds.get(key)
-        if says is None or says > lowest:
-            wrong[key] = f"memory looks from {says!r:.200} on, and the disk has {lowest!r:.200}"
-    return [(": ".join(map(str, key)), text) for key, text in sorted(wrong.items(), key=repr)]
 
 
 def _beliefs(core: Core) -> Beliefs:
@@ -426,18 +406,16 @@ def _beliefs(core: Core) -> Beliefs:
         facts["a key before the first one of its range", key.hex()] = True
     for lease in core.leases.differing():
         facts["a lease in memory that is not stored", lease.hex()] = True
-    for (number, what), due_ms in core.retention.ranks.items():
-        bounds["retention of queue", number, what] = due_ms
+    for due, due_ms in core.retention.ranks.items():
+        bounds["retention of queue", *due] = due_ms
     for name, queue in core.by_name.items():
-        covered = queue.coverage
-        facts[name, "spec"] = (queue.number, queue.spec)
-        facts[name, "counts"] = queue.counts
+        covered, live = queue.coverage, core.active.beliefs(queue)
+        facts[name, "spec"] = (queue.number, queue.spec, queue.counts)
         facts[name, "coverage"] = (covered.live, covered.backfilled, covered.draining)
         if core.dead_letters.knows(queue):
             bounds[name, "dead letters"] = 0
         if core.history.may_have_marks(queue):
             bounds[name, "moved here"] = 0
-        live = core.active.beliefs(queue)
         facts.update(((name, *key), value) for key, value in live.facts.items())
         bounds.update(((name, *key), value) for key, value in live.bounds.items())
     return Beliefs(facts, bounds)

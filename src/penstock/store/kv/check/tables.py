@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from array import array
 from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -430,15 +431,19 @@ class LogAudit:
     def _keeps(self, key: bytes, segment: _Segment, log: int, id_: int, encoded: bytes) -> bool:
         """Take a message of an entry in; False if it goes to the quarantine."""
         is_pending = id_ >= (self._cursors.get(log, 0) or 0)
+        # A message that was assigned stays in the log without its payload.
+        decode = partial(self._rows.metadata_of, id_) if is_pending else decode_metadata
+        wrong = CorruptRecord(f"message {id_}: published in the future, or delayed for too long")
+        at_ms = -1
         try:
-            # A message that was assigned stays in the log without its payload.
-            found = self._rows.metadata_of(id_, encoded) if is_pending else decode_metadata(encoded)
-            # The clock may have been set back, but not by centuries.
-            at_ms, delay_ms, latest_ms = found.published_at_ms, found.delay_ms, MAX_DURATION_MS
-            if not 0 <= at_ms <= self._rows.now_ms + latest_ms or not 0 <= delay_ms <= latest_ms:
-                raise CorruptRecord(f"message {id_}: published in the future, or delayed too long")
+            found = decode(encoded)
+            if 0 <= found.delay_ms <= MAX_DURATION_MS:
+                at_ms = found.published_at_ms
         except CorruptRecord as error:
-            self._rows.reject("log", key, encoded, error, id_.to_bytes(8, "big"))
+            wrong = error
+        # The clock may have been set back, but not by centuries.
+        if not 0 <= at_ms <= self._rows.now_ms + MAX_DURATION_MS:
+            self._rows.reject("log", key, encoded, wrong, id_.to_bytes(8, "big"))
             return False
         # Logs of a segment follow upon each other here: the first message may be in any.
         segment.first_ms = min(segment.first_ms or at_ms, at_ms)
