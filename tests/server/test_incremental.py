@@ -14,7 +14,8 @@ import penstock
 from penstock import BrokerClosed, InvalidInput, Message, StorageFailed
 from penstock.cli.main import cli as main
 from penstock.engines.places import Directory
-from penstock.server import incremental, running
+from penstock.server import backup as incremental
+from penstock.server import running
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,7 @@ from penstock.cli import common
 from penstock.cli.common import duration, find_url, is_server, open_store, url_option
 from penstock.client import Client
 from penstock.engines.places import place_at
-from penstock.server import backup as copies
-from penstock.server import incremental
+from penstock.server import backup as backups
 
 
 class _BackupGroup(click.Group):
@@ -71,7 +70,7 @@ def copy(ctx: click.Context, destination: str, store: str, *, verify: bool) -> N
                 f"{path} --verify"
             )
     if verify:
-        report["records"] = sum(copies.verify(path).checked.values())
+        report["records"] = sum(backups.verify(path).checked.values())
         lines.append(f"{path} is sound: {report['records']} records were read, no violations")
     common.answer({"path": str(path), **report}, "\n".join(lines))
 
@@ -81,7 +80,7 @@ def _make_copy(destination: str, url: str) -> tuple[Path, int]:
         if isinstance(broker, Client):
             path, size = broker.backup(destination)
             return Path(path), size
-        return Path(destination), copies.backup(broker, Path(destination))
+        return Path(destination), backups.backup(broker, Path(destination))
 
 
 @backup.command("create")
@@ -101,14 +100,14 @@ def create(place: str | None, name: str, store: str) -> None:
     if not is_server(store) and not place:
         raise click.UsageError("where to? Name a directory, or s3://BUCKET/PREFIX")
     if store.startswith("slatedb"):
-        made = incremental.create(place_at(place or ""), store, name)
+        made = backups.create(place_at(place or ""), store, name)
         name, new = made.backup.name, made.new_bytes
     else:
         with open_store(store) as broker:
             if isinstance(broker, Client):
                 name, new = broker.backup(name, incremental=True)
             else:
-                made = incremental.create(place_at(place or ""), store, name, broker)
+                made = backups.create(place_at(place or ""), store, name, broker)
                 name, new = made.backup.name, made.new_bytes
     where = f" at {place}" if place else ""
     common.answer({"name": name, "new_bytes": new}, f"backed up as {name}{where}: {new} new bytes")
@@ -119,7 +118,7 @@ def create(place: str | None, name: str, store: str) -> None:
 @common.json_option
 def list_backups(place: str) -> None:
     """List the incremental backups of a place that are whole."""
-    found = incremental.backups_at(place_at(place))
+    found = backups.backups_at(place_at(place))
     names = ("name", "made_at_ms", "engine", "store_id", "files", "bytes")
     rows = [
         (each.name, each.made_at_ms, each.engine, each.store_id, len(each.files), each.size)
@@ -150,7 +149,7 @@ def verify_backup(place: str, name: str | None, scratch: Path | None) -> None:
 
     Without NAME, the newest of the place. Ends with 1 if anything is wrong.
     """
-    name, records = incremental.verify_backup(place_at(place), name, scratch)
+    name, records = backups.verify_backup(place_at(place), name, scratch)
     text = f"{name} is sound: {records} records were read, no violations"
     common.answer({"name": name, "records": records}, text)
 
@@ -166,7 +165,7 @@ def prune(place: str, keep: int | None, keep_ms: int | None) -> None:
     A backup stays if it is among the newest N, or younger than the duration. The newest always
     stays.
     """
-    done = incremental.prune(place_at(place), keep=keep, keep_ms=keep_ms)
+    done = backups.prune(place_at(place), keep=keep, keep_ms=keep_ms)
     text = f"removed {len(done.removed)} backups, kept {len(done.kept)}: {done.freed_bytes} bytes"
     common.answer(done._asdict(), f"{text} were freed")
 
@@ -184,13 +183,13 @@ def restore(source: str, name: str | None, target: str) -> None:
     newest. The backup stays as it is, and is verified first.
     """
     path = Path(source)
-    if (path / copies.MARK).is_file():
+    if (path / backups.MARK).is_file():
         if name is not None:
             raise click.UsageError(f"{source} is a copy of a store: leave {name} out")
         directory = Path(target.removeprefix("rocksdb:"))
-        url, size = f"rocksdb:{directory}", copies.restore(path, directory)
+        url, size = f"rocksdb:{directory}", backups.restore(path, directory)
     else:
-        name, url, size = incremental.restore_backup(place_at(source), name, target)
+        name, url, size = backups.restore_backup(place_at(source), name, target)
         source = f"{name} of {source}"
     text = f"restored {source}: {size} bytes; open it as {url}"
     common.answer({"url": url, "bytes": size}, text)

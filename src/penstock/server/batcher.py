@@ -31,7 +31,7 @@ from penstock import limits
 from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
 from penstock.errors import BrokerClosed, InvalidInput, PenstockError
 from penstock.packing import pack_messages
-from penstock.server.incremental import ServerBackups
+from penstock.server.backup import ServerBackups
 from penstock.server.waiting import MAX_CLAIMED, PushClaim, Subscriptions, WaitingClaim
 from penstock.store.codec.claimed import ClaimedMessages
 from penstock.validation import check_count, check_receipts, check_text

@@ -23,6 +23,7 @@ from penstock.readers import note_server
 from penstock.server import config as configuring
 from penstock.server.access import Access
 from penstock.server.audit import Actor, AuditLog
+from penstock.server.backup import ServerBackups
 from penstock.server.batcher import Batcher
 from penstock.server.config import LISTENERS, OFF, Config, tls_files
 from penstock.server.connections import (
@@ -33,7 +34,6 @@ from penstock.server.connections import (
     room_for_connections,
     room_for_files,
 )
-from penstock.server.incremental import ServerBackups
 from penstock.server.metrics import Metrics
 from penstock.server.security import is_loopback
 
