@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.broker.reader import Reader
 from penstock.clock import Clock, SystemClock
-from penstock.errors import InvalidUrl, StoreMismatch
+from penstock.engines.disk import sync_path
+from penstock.errors import InvalidInput, InvalidUrl, StorageFailed, StoreMismatch
 from penstock.urls import (
     DESIGNS,
     IDENTITY_KEY,
@@ -114,6 +117,33 @@ def fill_objects(url: str) -> Iterator[Place]:
         for name in sorted(place.sizes(), key=lambda name: not name.startswith("manifest/")):
             place.delete(name)
         raise
+
+
+@contextmanager
+def fill_directory(target: Path) -> Iterator[Path]:
+    """Give a path beside the target; what is made there becomes the target if all goes well.
+
+    The target is not there, or empty.
+    """
+    # A name of its own: others may be about to write the same target, from any process.
+    partial = target.with_name(f"{target.name}.part-{SystemClock().lease_id().hex()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.rename(target)
+        sync_path(target.parent)
+    except OSError as error:
+        # Another has come first.
+        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+            raise taken(target) from None
+        raise StorageFailed(f"can't write {target}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def taken(target: Path) -> InvalidInput:
+    """Return the error of a directory that is there already."""
+    return InvalidInput(f"{target} is there already: name a directory that is not")
 
 
 def rocksdb_directory(url: str) -> Path:

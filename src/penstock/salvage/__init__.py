@@ -14,7 +14,6 @@ version of it may be found instead, so that a message which was done can come ba
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from array import array
 from bisect import bisect_left
@@ -25,10 +24,10 @@ import msgspec
 
 from penstock.clock import Clock, SystemClock
 from penstock.engines import rows_of
-from penstock.errors import CorruptRecord, InvalidUrl, StorageFailed, StoreDamaged
+from penstock.errors import CorruptRecord, InvalidUrl, StoreDamaged
 from penstock.filters import parse
 from penstock.model import Ordering, QueueSpec, State
-from penstock.readers import locate, make_engine
+from penstock.readers import fill_directory, locate, make_engine
 from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata, read_metadata
 from penstock.store.codec.opendata import PAYLOAD, parse_entry_key, payload_key, read_terminated
 from penstock.store.codec.records import decode_queue_spec
@@ -137,31 +136,21 @@ def _new_store(target: str) -> Iterator[tuple[str, Path]]:
     """Give a URL whose store becomes the target if all goes well, and a scratch directory."""
     scheme, _, rest = target.partition(":")
     place, question, query = rest.partition("?")
-    if scheme == "slatedb+s3":
-        with tempfile.TemporaryDirectory(prefix="penstock-salvage-") as scratch:
-            yield target, Path(scratch)
-        return
-    if scheme not in {"rocksdb", "slatedb+file"} or not place.strip("/"):
-        raise InvalidUrl(
-            f"{target!r:.200} can't be salvaged to: rocksdb:PATH, slatedb+file:///DIR and "
-            "slatedb+s3://BUCKET/PREFIX can"
-        )
     slashes = "" if scheme == "rocksdb" else "//"
     path = Path(place.removeprefix(slashes)).absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InvalidUrl(f"{path} is not empty: a store is salvaged to where nothing is")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f"{path.name}.salvage-", dir=path.parent))
-    except OSError as error:
-        raise StorageFailed(f"can't write to {path.parent}: {error}") from error
-    try:
-        yield f"{scheme}:{slashes}{beside / 'store'}{question}{query}", beside / "scratch"
-        (beside / "store").replace(path)
-    except OSError as error:
-        raise StorageFailed(f"can't write {path}: {error}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-salvage-") as scratch:
+        if scheme == "slatedb+s3":
+            yield target, Path(scratch)
+            return
+        if scheme not in {"rocksdb", "slatedb+file"} or not place.strip("/"):
+            raise InvalidUrl(
+                f"{target!r:.200} can't be salvaged to: rocksdb:PATH, slatedb+file:///DIR and "
+                "slatedb+s3://BUCKET/PREFIX can"
+            )
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InvalidUrl(f"{path} is not empty: a store is salvaged to where nothing is")
+        with fill_directory(path) as partial:
+            yield f"{scheme}:{slashes}{partial}{question}{query}", Path(scratch)
 
 
 class _CopiedRows:

@@ -20,7 +20,6 @@ counts on files that are there: each writes its mark, and then looks for the oth
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import logging
@@ -40,12 +39,19 @@ from penstock.engines.places import Directory, place_at
 from penstock.errors import (
     BrokerClosed,
     InvalidInput,
-    PenstockError,
     StorageFailed,
     StoreMismatch,
 )
 from penstock.limits import MAX_BACKUP_MS, MAX_PRUNE_MS
-from penstock.readers import fill_objects, held_objects, open_copy, open_reader, rocksdb_directory
+from penstock.readers import (
+    fill_directory,
+    fill_objects,
+    held_objects,
+    open_copy,
+    open_reader,
+    rocksdb_directory,
+    taken,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +67,6 @@ MARK: Final = "PENSTOCK"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # The folders of incremental backups in the same directory.
 _RESERVED: Final = frozenset({"backups", "files", "working"})
-_TAKEN: Final = "{} is there already: name a directory that is not"
 FORMAT: Final = 1
 # A RocksDB checkpoint shares files with the store, so it is made inside of the store's directory.
 _CHECKPOINT: Final = "PENSTOCK-BACKUP"
@@ -81,8 +86,8 @@ _checkpointing = threading.Lock()
 def backup(broker: Broker, target: Path) -> int:
     """Copy an open store to a directory that is not there yet; return the size in bytes."""
     if target.exists():
-        raise InvalidInput(_TAKEN.format(target))
-    with _arriving(target) as partial:
+        raise taken(target)
+    with fill_directory(target) as partial:
         broker.checkpoint(partial)
         # Without its mark a directory is not taken for a store.
         (partial / MARK).write_text(broker.info().design)
@@ -125,45 +130,17 @@ def restore(source: Path, target: Path) -> int:
     The backup is only read, so that it can be restored again.
     """
     verify(source)
-    with _restoring(target) as partial:
+    _check_empty(target)
+    with fill_directory(target) as partial:
         shutil.copytree(source, partial)
         # RocksDB writes it; backups that older versions made are without.
         (partial / "IDENTITY").touch()
         return sync_tree(partial)
 
 
-@contextlib.contextmanager
-def _restoring(target: Path) -> Iterator[Path]:
-    """Give a place that becomes a store at the target, where nothing is."""
+def _check_empty(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{target} is not empty: a store is restored to where nothing is")
-    with _arriving(target) as partial:
-        yield partial
-        if target.exists():
-            target.rmdir()
-
-
-@contextlib.contextmanager
-def _arriving(target: Path) -> Iterator[Path]:
-    """Give a place beside the target, which becomes the target if all goes well."""
-    # A name of its own: others may be about to write the same target, from any process.
-    partial = target.with_name(f"{target.name}.part-{SystemClock().lease_id().hex()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield partial
-            partial.rename(target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        sync_path(target.parent)
-    except PenstockError:
-        raise
-    except OSError as error:
-        # Another has come first.
-        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-            raise InvalidInput(_TAKEN.format(target)) from None
-        raise StorageFailed(f"can't write {target}: {error}") from error
 
 
 def sync_tree(directory: Path) -> int:
@@ -440,7 +417,8 @@ def restore_backup(place: Place, name: str | None, target: str) -> tuple[str, st
                         objects.write(each.path, file)
             return backup.name, target, backup.size
     path = Path(_target_path(backup, target))
-    with _restoring(path) as partial:
+    _check_empty(path)
+    with fill_directory(path) as partial:
         _fetch(place, backup, partial)
         sync_tree(partial)
     url = f"rocksdb:{path}" if backup.engine == "rocksdb" else f"slatedb+file://{path.absolute()}"
