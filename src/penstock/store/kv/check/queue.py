@@ -283,7 +283,8 @@ class QueueAudit:
                 rows.violate(Kind.TWICE, "history", key, f"{what} message {id_} is there twice")
                 return False
             self.attempts[id_] = entry.attempts
-            index[index_prefix + id8] = key
+            if failed:
+                index[index_prefix + id8] = key
             return True
 
         prefix, label = keys.prefix(queue.id), f"{state.value} parts"

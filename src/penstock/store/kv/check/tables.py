@@ -253,14 +253,17 @@ def check_queues(rows: Rows) -> None:
     for queue in core.by_name.values():
         rows.count("queues")
         name, key, right = f"queue {queue.name}", _SPECS + queue.id, queue.spec
-        live = queue.coverage.live
-        if not _parses(right.filter) and live and _parses(live[-1].filter):
+        if _parses(right.filter):
+            text = f"{name}: its spec is not the one that the store was opened with"
+            encoded = records.encode_queue_spec(right, queue.number)
+            rows.compare("queues", key, table.get(key), encoded, text, Kind.SPEC)
+            _check_coverage(rows, queue)
+        else:
             # The filter that the queue was last filled by is as good.
-            right = msgspec.structs.replace(right, filter=live[-1].filter)
-        text = f"{name}: its spec is not the one that the store was opened with, or does not parse"
-        encoded = records.encode_queue_spec(right, queue.number)
-        rows.compare("queues", key, table.get(key), encoded, text, Kind.SPEC)
-        _check_coverage(rows, queue, right.filter)
+            last = [each.filter for each in queue.coverage.live[-1:] if _parses(each.filter)]
+            right = msgspec.structs.replace(right, filter=[right.filter, *last][-1])
+            encoded = records.encode_queue_spec(right, queue.number)
+            rows.mend(Kind.SPEC, "queues", key, encoded, f"{name}: its filter can't be read")
         if queue.number in numbers:
             text = f"{name} and queue {numbers[queue.number]} have one number"
             rows.violate(Kind.NUMBER, "queues", key, text)
@@ -282,19 +285,27 @@ def _parses(text: str) -> bool:
     return True
 
 
-def _check_coverage(rows: Rows, queue: Queue, wanted: str) -> None:
-    end, key, known = rows.core.log.end, _COVERAGE + queue.id, queue.coverage
-    value = rows.table("queues").get(key)
+def _check_coverage(rows: Rows, queue: Queue) -> None:
+    end, key, wanted = rows.core.log.end, _COVERAGE + queue.id, queue.spec.filter
+    value, known = rows.table("queues").get(key), queue.coverage
     try:
         fault = _fault(msgspec.msgpack.decode(value or b"", type=Coverage), wanted)
     except (msgspec.MsgspecError, ValueError) as error:
         fault = str(error)
     if fault:
-        # If memory does not know the past either, the queue takes messages from here on.
-        anew = Coverage([Stretch(end, None, wanted)], known_from=end)
-        right = msgspec.msgpack.encode(anew if _fault(known, wanted) else known)
+        reopened = [
+            *known.live[:-1],
+            *(Stretch(each.begin, None, wanted) for each in known.live[-1:]),
+        ]
+        # If nothing is known of the past, the queue takes messages from here on.
+        candidates = (
+            known,
+            Coverage(reopened, known.backfilled, known_from=known.known_from),
+            Coverage([Stretch(end, None, wanted)], known_from=end),
+        )
+        right = next(each for each in candidates if not _fault(each, wanted))
         text = f"queue {queue.name}: what it was filled from: {fault}"
-        rows.compare("queues", key, value, right, text, Kind.COVERAGE)
+        rows.compare("queues", key, value, msgspec.msgpack.encode(right), text, Kind.COVERAGE)
 
 
 def _fault(coverage: Coverage, wanted: str) -> str:
