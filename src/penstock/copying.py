@@ -8,9 +8,8 @@ are read again and compared. :mod:`penstock.store.transfer` has the pages.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -20,15 +19,18 @@ from penstock.model import State
 from penstock.readers import open_copy, open_reader
 from penstock.store.kv.load import KvLoader
 from penstock.store.policy import COPYING
-from penstock.store.transfer import CopyEnd, Sums, read_pages, read_start
+from penstock.store.transfer import CopyEnd, read_pages, read_start, sum_up
 from penstock.urls import make_store, open_engine, open_sql, parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
+    from penstock.flight.copies import ServedSource
     from penstock.store.contract import FullStore
     from penstock.store.snapshot import PinnedStore
     from penstock.store.transfer import CopyLoader, CopyPage, CopyProgress, CopyStart
+
+    CopySource: TypeAlias = "PinnedSource | ServedSource"
 
 __all__ = ["CopiedQueue", "CopyReport", "copy"]
 
@@ -62,23 +64,15 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
     unheld: int
 
 
-class CopySource(Protocol):
-    """A store that is read as of one moment."""
-
-    start: CopyStart
-
-    def pages(self, section: int = 0, rows: int = 0) -> Iterator[CopyPage]:
-        """Read pages from a row of a section on."""
-
-
-class _PinnedSource:
-    """A store that this process reads itself."""
+class PinnedSource:
+    """A store that this process reads itself, as of one moment."""
 
     def __init__(self, pinned: PinnedStore) -> None:
         self._pinned = pinned
         self.start = read_start(pinned)
 
     def pages(self, section: int = 0, rows: int = 0) -> Iterator[CopyPage]:
+        """Read pages from a row of a section on."""
         return read_pages(self._pinned, self.start, section, rows)
 
 
@@ -172,7 +166,7 @@ def _open_source(
         @contextmanager
         def pin(at_ms: int | None) -> Iterator[CopySource]:
             with view(at_ms) as pinned:
-                yield _PinnedSource(pinned)
+                yield PinnedSource(pinned)
 
         yield pin
 
@@ -235,20 +229,6 @@ def _load(
     told("copying", total, total)
 
 
-def _section_sums(pages: Iterable[CopyPage], start: CopyStart, told: Any) -> Iterator[Sums]:
-    """Sum up the rows of every section."""
-    grouped = groupby(pages, key=lambda page: page.section)
-    number, some = next(grouped, (None, iter(())))
-    for section, _ in enumerate(start.sections()):
-        sums = Sums()
-        if number == section:
-            for page in some:
-                sums.add(page, start.at_ms)
-                told(len(page))
-            number, some = next(grouped, (None, iter(())))
-        yield sums
-
-
 def _verify(
     source: CopySource,
     store: FullStore,
@@ -258,42 +238,39 @@ def _verify(
 ) -> CopyReport:
     """Compare both stores; raise if they differ."""
     start, done, total = source.start, 0, source.start.total()
+    section_rows = list(start.section_rows())
 
     def count(rows: int) -> None:
         nonlocal done
         done += rows
         told("verifying", min(done, total), total)
 
-    found: dict[str, dict[str, int]] = {
-        each.spec.name: dict.fromkeys([*State], 0) for each in start.queues
-    }
-    others: dict[str, int] = {}
+    there = sum_up(_pages(source, 0, 0), start.at_ms, count)
     with store.pin(start.at_ms, stats=True, marks=False) as pinned:
         copied = read_start(pinned)
         # A store may have more logs than it was copied from; one that is not tailed has no cursors.
         copied.cursors = {log: copied.cursors[log] for log in start.cursors}
         _compare_starts(start, copied)
-        pairs = zip(
-            start.sections(),
-            start.section_rows(),
-            _section_sums(_pages(source, 0, 0), start, count),
-            _section_sums(read_pages(pinned, copied), start, lambda _: None),
-            strict=True,
-        )
-        for (table, queue), expected, there, here in pairs:
-            place = f"queue {queue}" if queue else "the store"
-            rows = sum(number for number, _ in there.values())
-            if queue and rows != expected:
-                raise StoreDamaged(
-                    f"the source can't be read: {place} has {expected} messages of {table} by its "
-                    f"counters, and {rows} can be read: 'penstock check' says what is wrong"
-                )
-            for state in sorted(there.keys() | here.keys()):
-                a, b = there.get(state, (0, 0)), here.get(state, (0, 0))
-                if a != b:
-                    raise _differs(f"{place}, {state}: {a[0]} rows of sum {a[1]:032x} in the source"
-                                   f", {b[0]} of sum {b[1]:032x} in the target")  # fmt: skip
-                (found[queue] if queue else others)[state] = a[0]
+        here = sum_up(read_pages(pinned, copied), start.at_ms)
+    found: dict[str, dict[str, int]] = {
+        each.spec.name: dict.fromkeys([*State], 0) for each in start.queues
+    }
+    others: dict[str, int] = {}
+    for number, (table, queue) in enumerate(start.sections()):
+        place = f"queue {queue}" if queue else "the store"
+        left, right = there.get(number, {}), here.get(number, {})
+        rows, expected = sum(many for many, _ in left.values()), section_rows[number]
+        if queue and rows != expected:
+            raise StoreDamaged(
+                f"the source can't be read: {place} has {expected} messages of {table} by its "
+                f"counters, and {rows} can be read: 'penstock check' says what is wrong"
+            )
+        for state in sorted(left.keys() | right.keys()):
+            a, b = left.get(state, (0, 0)), right.get(state, (0, 0))
+            if a != b:
+                raise _differs(f"{place}, {state}: {a[0]} rows of sum {a[1]:032x} in the source"
+                               f", {b[0]} of sum {b[1]:032x} in the target")  # fmt: skip
+            (found[queue] if queue else others)[state] = a[0]
     told("verifying", total, total)
     return CopyReport(
         source_id=start.store_id,

@@ -29,7 +29,7 @@ from penstock.store.codec.records import AttemptRecord
 from penstock.store.policy import Coverage, LogSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.store.snapshot import PinnedStore
 
@@ -346,15 +346,22 @@ def _pages(sized: Iterable[tuple[Any, int, int]]) -> Iterator[list[Any]]:
 # --- comparing ------------------------------------------------------------------------------------
 
 
-class Sums(dict[str, tuple[int, int]]):
-    """Of a section, by state: how many rows, and the sum of their hashes, in whatever order."""
+def sum_up(
+    pages: Iterable[CopyPage], at_ms: int, told: Callable[[int], None] = lambda _: None
+) -> dict[int, dict[str, tuple[int, int]]]:
+    """Count the rows of each section by state, and add up their hashes, in whatever order.
 
-    def add(self, page: CopyPage, at_ms: int) -> None:
-        """Add the rows of a page."""
+    ``told`` is called with the rows of each page.
+    """
+    found: dict[int, dict[str, tuple[int, int]]] = {}
+    for page in pages:
+        sums = found.setdefault(page.section, {})
         for row in (*page.log, *page.messages, *page.unheld):
             state = page.table
             if isinstance(row, CopiedMessage) and state == "active":
                 state = (State.DELAYED if row.time_ms > at_ms else State.AVAILABLE).value
             hashed = int.from_bytes(blake2b(_encode(row), digest_size=16).digest(), "big")
-            count, sum_ = self.get(state, (0, 0))
-            self[state] = count + 1, (sum_ + hashed) % (1 << 128)
+            count, sum_ = sums.get(state, (0, 0))
+            sums[state] = count + 1, (sum_ + hashed) % (1 << 128)
+        told(len(page))
+    return found
