@@ -269,6 +269,12 @@ def part_in_the_wrong_bucket(hand: Any) -> set[Any]:
     return {(Kind.WRONG_KEY, "history", wrong)}
 
 
+def part_in_a_bucket_of_no_size(hand: Any) -> set[Any]:
+    key = opendata.DONE.key(b"plain", 15 << 60, 7)
+    hand.put("history", key, records.encode_ended([], failed=False))
+    return {(Kind.UNDECODABLE, "history", key)}
+
+
 def waiting_and_done(hand: Any) -> set[Any]:
     message_id = hand.ids["retried"][0]
     _, value = done_part(hand)
@@ -649,8 +655,8 @@ SHARED = [
     expiry_entry_is_gone, expiry_entry_names_another, expiry_entry_of_nobody,
     lease_names_another_expiry, lease_lists_too_much, empty_lease, lease_of_no_queue,
     done_part_is_junk, done_metadata_is_junk, done_twice, empty_part, part_in_the_wrong_bucket,
-    waiting_and_done, in_flight_and_done, failed_and_live, failed_index_is_gone,
-    failed_index_names_another_part, failed_index_of_nobody, attempt_of_nobody,
+    part_in_a_bucket_of_no_size, waiting_and_done, in_flight_and_done, failed_and_live,
+    failed_index_is_gone, failed_index_names_another_part, failed_index_of_nobody, attempt_of_nobody,
     attempt_that_was_not_made, attempt_is_junk, history_of_no_queue, unclaimed_row_is_gone,
     unclaimed_row_is_junk, unclaimed_row_of_no_queue, payload_is_gone, count_is_gone,
     count_is_wrong, count_of_one, count_of_nobody, payload_of_nobody, unrouted_row_is_gone,

@@ -127,6 +127,20 @@ def in_flight_in_another_bucket(hand: Any) -> set[Any]:
     }
 
 
+def claim_of_no_bucket(hand: Any) -> set[Any]:
+    key, value = buckets(hand, "fifo")[0]
+    available, in_flight = read(value)
+    (lease,) = hand.leases_of("fifo")
+    in_flight[0] = in_flight[0]._replace(claim_id=15 << 60)
+    write(hand, key, available, in_flight)
+    return {
+        (Kind.WRONG_KEY, "buckets", key),
+        (Kind.WRONG_FIELD, "buckets", summary_of(key)),
+        (Kind.NOT_HELD, "leases", lease),
+        counters("fifo"),
+    }
+
+
 def one_claim_for_two(hand: Any) -> set[Any]:
     key, value = buckets(hand, "fifo")[0]
     available, in_flight = read(value)
@@ -257,7 +271,7 @@ def available_too_early(hand: Any) -> set[Any]:
 
 DAMAGES = [
     bucket_is_junk, bucket_is_gone, empty_bucket, bucket_of_a_claim, records_of_no_queue,
-    entry_in_another_bucket, in_flight_in_another_bucket, one_claim_for_two,
+    entry_in_another_bucket, in_flight_in_another_bucket, claim_of_no_bucket, one_claim_for_two,
     one_claim_for_waiting_and_in_flight, waits_twice, priority_is_wrong, metadata_is_junk,
     claims_fall_back, lease_forgets_a_message, summary_is_gone, summary_is_junk,
     summary_has_another_head, summary_of_nobody, available_too_early,

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.engines import rows_of
 from penstock.errors import CorruptRecord
-from penstock.limits import MAX_ATTEMPTS, MAX_DURATION_MS
+from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_DURATION_MS
 from penstock.model import State
 from penstock.store.check_report import Kind
 from penstock.store.codec import buckets, opendata, records
@@ -194,13 +194,16 @@ class QueueAudit:
         text = f"{self._name}: a summary that its bucket does not agree with"
         rows.compare_all("buckets", [summary_prefix], summaries, text)
         for entry in misplaced:
-            lease = entry.lease if isinstance(entry, buckets.InFlight) else None
+            # No lease can name a claim that no bucket can have.
+            has_bucket = entry.claim_id >> 60 <= MAX_BUCKET_EXPONENT
+            is_held = isinstance(entry, buckets.InFlight) and has_bucket
+            lease = getattr(entry, "lease", NO_LEASE) if is_held else NO_LEASE
             item = Item(
                 entry.claim_id, entry.message_id, lane_of(entry.group, entry.priority),
-                entry.attempts, entry.forgiven, entry.visible_at, entry.metadata, lease or NO_LEASE,
+                entry.attempts, entry.forgiven, entry.visible_at, entry.metadata, lease,
             )  # fmt: skip
             delayed = entry.visible_at > self._floor_ms
-            if self._add(item, in_flight=lease is not None, delayed=delayed):
+            if self._add(item, in_flight=is_held, delayed=delayed):
                 self.misplaced.append(item)
 
     def _put_right(
@@ -265,9 +268,11 @@ class QueueAudit:
         index: dict[bytes, bytes] = {}
         count, behind = 0, getattr(self._counts, f"next_{state.value}")
 
-        def parse(key: bytes, value: bytes) -> tuple[int, int, list[EndedRecord]]:
+        def parse(key: bytes, value: bytes) -> tuple[int, int, bool, list[EndedRecord]]:
             _, bucket_id, part = keys.parse(key)
-            return bucket_id, part, records.decode_ended(value, failed=failed)
+            exponent = opendata.split_id(bucket_id)[0]
+            is_home = opendata.bucket_of(opendata.make_id(exponent, part)) == bucket_id
+            return exponent, part, is_home, records.decode_ended(value, failed=failed)
 
         def encode(entries: list[EndedRecord]) -> bytes:
             return records.encode_ended(entries, failed=failed)
@@ -288,10 +293,10 @@ class QueueAudit:
             return True
 
         prefix, label = keys.prefix(queue.id), f"{state.value} parts"
-        for key, (bucket_id, part, entries) in rows.parse(
+        for key, (exponent, part, is_home, entries) in rows.parse(
             "history", prefix, label, parse, page=LARGE_PAGE
         ):
-            end, exponent = part + len(entries), opendata.split_id(bucket_id)[0]
+            end = part + len(entries)
             behind = max(behind, end)
             runs = dict(cut_part(key, entries, keeps))
             kept = list(chain.from_iterable(runs.values()))
@@ -299,7 +304,7 @@ class QueueAudit:
             rows.count(f"{state.value} messages", len(entries))
             at = bisect(spans, (part, end))
             fault: Kind | None = None
-            if opendata.bucket_of(opendata.make_id(exponent, part)) != bucket_id:
+            if not is_home:
                 fault = Kind.WRONG_KEY
             elif not entries:
                 fault = Kind.EMPTY

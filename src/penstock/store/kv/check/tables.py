@@ -325,21 +325,17 @@ def _fault(coverage: Coverage, wanted: str) -> str:
 
 def check_dedup(rows: Rows) -> None:
     """Check that each dedup id is listed to be forgotten; memory holds one dedup window."""
-
-    def parse_list(key: bytes, value: bytes) -> tuple[int, list[bytes]]:
-        return _pair.unpack(key[1:])[0], msgspec.msgpack.decode(value, type=list[bytes])
-
-    def parse_id(_: bytes, value: bytes) -> tuple[int, int]:
-        message_id, expires_at_ms = _pair.unpack(value)
-        return message_id, expires_at_ms
-
+    decode: Final = msgspec.msgpack.Decoder(list[bytes]).decode
     lists: dict[bytes, list[bytes]] = {}
     listed: set[tuple[bytes, int]] = set()
-    for row, (expires_at_ms, keys) in rows.parse("dedup", b"\x01", "dedup rows", parse_list):
+    for row, (expires_at_ms, keys) in rows.parse(
+        "dedup", b"\x01", "dedup rows", lambda key, row: (_pair.unpack(key[1:])[0], decode(row))
+    ):
         lists[row] = keys
         listed.update((key, expires_at_ms) for key in keys)
     longer: set[bytes] = set()
-    for key, (message_id, expires_at_ms) in rows.parse("dedup", b"\x00", "dedup ids", parse_id):
+    ids = rows.parse("dedup", b"\x00", "dedup ids", lambda _, row: _pair.unpack(row))
+    for key, (message_id, expires_at_ms) in ids:
         if (key, expires_at_ms) not in listed:
             text = f"the dedup id of message {message_id} would never be forgotten"
             rows.violate(Kind.MISSING_ENTRY, "dedup", key, text)
