@@ -36,6 +36,7 @@ from penstock.store.kv.check import audit, held_ids
 from penstock.store.kv.queues import Counts, Queue, QueueTable, decode_counts
 from penstock.store.kv.state import FORMAT, Identity
 from penstock.store.live import Item, lane_of
+from penstock.store.transfer import gather_pages
 from penstock.urls import DESIGNS, make_store
 
 if TYPE_CHECKING:
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SalvageReport", "SalvagedQueue", "Unreadable", "salvage"]
 
-# Bounds of one commit.
-_COMMIT_ROWS: Final = 1_000
-_COMMIT_BYTES: Final = 8 << 20
 _END: Final = b"\xff" * 16
 _META, _CURSOR, _QUARANTINE = b"meta", b"\x02\x12", b"\x02\x0f"
 _SPEC, _COUNTS, _REFERENCES, _DONE = b"\x02\x06", b"\x02\x0b", b"\x02\x0d", b"\x02\x03"
@@ -463,16 +461,7 @@ class _Salvage:
 
 def _pages(rows: Iterable[tuple[Any, bytes]]) -> Iterator[list[tuple[Any, bytes]]]:
     """Split rows into lists that one commit each can take."""
-    page: list[tuple[Any, bytes]] = []
-    size = 0
-    for row in rows:
-        page.append(row)
-        size += len(row[1])
-        if len(page) >= _COMMIT_ROWS or size >= _COMMIT_BYTES:
-            yield page
-            page, size = [], 0
-    if page:
-        yield page
+    return gather_pages((row, len(row[1]), 0) for row in rows)
 
 
 def _log_rows(store: KvStore, *, routed: bool) -> Iterator[tuple[int, bytes]]:

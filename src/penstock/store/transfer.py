@@ -219,7 +219,7 @@ def _log_pages(pinned: PinnedStore, start: CopyStart, skip: int) -> Iterator[Cop
     logs = range(max(count for _, count in start.settings.changes))
     rows = islice(merge(*(_log_rows(pinned, start, log, 0) for log in logs)), skip, None)
     sized = ((row, len(row[1]), 0) for row in rows)
-    for page in _pages(sized):
+    for page in gather_pages(sized):
         log = [(number, message_id, metadata) for message_id, metadata, number in page]
         yield CopyPage(0, 0, "log", "", log=log, earliest=start.earliest)
 
@@ -244,7 +244,7 @@ def _unheld_pages(pinned: PinnedStore, start: CopyStart, skip: int) -> Iterator[
         skip,
         None,
     )
-    for page in _pages(_with_payloads(pinned, ids)):
+    for page in gather_pages(_with_payloads(pinned, ids)):
         yield CopyPage(0, 0, "unheld", "", unheld=page)
 
 
@@ -265,7 +265,7 @@ def _message_pages(
     found = (
         _live(pinned, queue, at_ms) if table == "active" else _ended(pinned, State(table), queue)
     )
-    for page in _pages(_sized(queue, islice(found, skip, None))):
+    for page in gather_pages(_sized(queue, islice(found, skip, None))):
         payloads = pinned.payloads([message.message_id for message in page])
         tried: dict[int, list[tuple[int, AttemptRecord]]] = {}
         asked = [(message.message_id, message.attempts) for message in page if message.attempts]
@@ -328,7 +328,7 @@ def _sized(
             yield message, len(message.metadata) + head.size, message.attempts
 
 
-def _pages(sized: Iterable[tuple[Any, int, int]]) -> Iterator[list[Any]]:
+def gather_pages(sized: Iterable[tuple[Any, int, int]]) -> Iterator[list[Any]]:
     """Gather rows (row, bytes, attempts) until they make a page."""
     page: list[Any] = []
     bytes_ = attempts = 0
