@@ -251,7 +251,7 @@ def _verify(
         # A store may have more logs than it was copied from; one that is not tailed has no cursors.
         copied.cursors = {log: copied.cursors[log] for log in start.cursors}
         _compare_starts(start, copied)
-        here = sum_up(read_pages(pinned, copied), start.at_ms)
+        here = sum_up(read_pages(pinned, copied), start.at_ms, lambda _: None)
     found: dict[str, dict[str, int]] = {
         each.spec.name: dict.fromkeys([*State], 0) for each in start.queues
     }

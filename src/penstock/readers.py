@@ -6,7 +6,7 @@ import errno
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.broker.reader import Reader
 from penstock.clock import Clock, SystemClock
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from penstock.engines.places import Place
     from penstock.engines.slatedb.binding import SlateLocation
     from penstock.engines.slatedb.objects import OwnerHeartbeat
+
+TAKEN: Final = "{} is there already: name a directory that is not"
 
 
 def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
@@ -135,20 +137,10 @@ def fill_directory(target: Path) -> Iterator[Path]:
     except OSError as error:
         # Another has come first.
         if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-            raise taken(target) from None
+            raise InvalidInput(TAKEN.format(target)) from None
         raise StorageFailed(f"can't write {target}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def taken(target: Path) -> InvalidInput:
-    """Return the error of a directory that is there already."""
-    return InvalidInput(f"{target} is there already: name a directory that is not")
-
-
-def rocksdb_directory(url: str) -> Path:
-    """Return the directory of a RocksDB store."""
-    return Path(parse_url(url).place)
 
 
 def place_to_read(url: str) -> SlateLocation:

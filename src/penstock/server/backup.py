@@ -44,13 +44,13 @@ from penstock.errors import (
 )
 from penstock.limits import MAX_BACKUP_MS, MAX_PRUNE_MS
 from penstock.readers import (
+    TAKEN,
     fill_directory,
     fill_objects,
     held_objects,
+    locate,
     open_copy,
     open_reader,
-    rocksdb_directory,
-    taken,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ _checkpointing = threading.Lock()
 def backup(broker: Broker, target: Path) -> int:
     """Copy an open store to a directory that is not there yet; return the size in bytes."""
     if target.exists():
-        raise taken(target)
+        raise InvalidInput(TAKEN.format(target))
     with fill_directory(target) as partial:
         broker.checkpoint(partial)
         # Without its mark a directory is not taken for a store.
@@ -338,7 +338,9 @@ class _Copier:
                 "database has its own backup"
             )
         info = broker.info()
-        folder = rocksdb_directory(url) / _CHECKPOINT
+        directory = locate(url)
+        assert isinstance(directory, Path)
+        folder = directory / _CHECKPOINT
         if not _checkpointing.acquire(blocking=False):
             raise InvalidInput("another backup of a store of this process is being made")
         try:

@@ -147,6 +147,7 @@ class CopyProgress(msgspec.Struct, array_like=True):
 
 
 CopyPart: TypeAlias = CopyStart | CopyPage | CopyEnd
+SectionSums: TypeAlias = dict[int, dict[str, tuple[int, int]]]
 
 
 class CopyLoader(Protocol):
@@ -239,12 +240,9 @@ def _unheld_pages(pinned: PinnedStore, start: CopyStart, skip: int) -> Iterator[
         ((message_id, True) for message_id in pinned.unheld()),
         *(((message_id, False) for message_id, _, _ in rows) for rows in pending),
     )
-    ids = islice(
-        ((id_, all(routed for _, routed in how)) for id_, how in groupby(named, itemgetter(0))),
-        skip,
-        None,
-    )
-    for page in gather_pages(_with_payloads(pinned, ids)):
+    by_id = groupby(named, itemgetter(0))
+    ids = ((id_, all(routed for _, routed in how)) for id_, how in by_id)
+    for page in gather_pages(_with_payloads(pinned, islice(ids, skip, None))):
         yield CopyPage(0, 0, "unheld", "", unheld=page)
 
 
@@ -346,14 +344,9 @@ def gather_pages(sized: Iterable[tuple[Any, int, int]]) -> Iterator[list[Any]]:
 # --- comparing ------------------------------------------------------------------------------------
 
 
-def sum_up(
-    pages: Iterable[CopyPage], at_ms: int, told: Callable[[int], None] = lambda _: None
-) -> dict[int, dict[str, tuple[int, int]]]:
-    """Count the rows of each section by state, and add up their hashes, in whatever order.
-
-    ``told`` is called with the rows of each page.
-    """
-    found: dict[int, dict[str, tuple[int, int]]] = {}
+def sum_up(pages: Iterable[CopyPage], at_ms: int, told: Callable[[int], None]) -> SectionSums:
+    """Count rows by section and state, add up their hashes; call back with the rows of a page."""
+    found: SectionSums = {}
     for page in pages:
         sums = found.setdefault(page.section, {})
         for row in (*page.log, *page.messages, *page.unheld):
