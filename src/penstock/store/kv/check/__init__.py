@@ -125,8 +125,8 @@ def _report(first: tables.Rows, last: tables.Rows, rounds: int) -> AuditReport:
     ]
     violations += [v for v in last.violations if (v.kind, v.table, v.key) not in seen]
     return AuditReport(
-        checked=first.checked,
-        found=first.found,
+        checked=dict(first.checked),
+        found=dict(first.found),
         violations=violations,
         notes=last.notes,
         left=sum(last.found.values()),
@@ -246,7 +246,7 @@ class _Reading(tables.Rows):
     def _check_leases(self) -> None:
         """Check that leases list the messages in flight under them, and have expiry entries."""
         queues, expiry = self.core.by_number, dict[bytes, bytes]()
-        for name, lease in self.parse("leases", b"", "leases", lambda _, row: decode_lease(row)):
+        for name, lease in self.parse("leases", b"", lambda _, row: decode_lease(row)):
             keys = self._flight.pop((lease.queue, name), ())
             held = sorted({key.to_bytes(8, "big") for key in keys})
             queue = queues.get(lease.queue)
@@ -327,8 +327,8 @@ class _Reading(tables.Rows):
             return int.from_bytes(key[2:], "big"), how, number
 
         pending = self._log.pending.items()
-        payloads = self.parse("payloads", opendata.PAYLOAD, "payloads", parse, page=LARGE_PAGE)
-        counts = self.parse("payloads", _REFERENCES, "reference counts", parse)
+        payloads = self.parse("payloads", opendata.PAYLOAD, parse, page=LARGE_PAGE)
+        counts = self.parse("payloads", _REFERENCES, parse)
         return merge(
             (name for _, name in payloads),
             (name for _, name in counts),

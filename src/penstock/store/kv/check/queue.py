@@ -162,7 +162,7 @@ class QueueAudit:
             rows.compare(table, main, value, right, text)
             return Item(id_, id_, lane, attempts, forgiven, visible_at_ms, metadata, lease)
 
-        for _, item in rows.parse(table, queue.number4, f"{table} messages", parse):
+        for _, item in rows.parse(table, queue.number4, parse):
             yield item
 
     # --- the bucket design -------------------------------------------------------------------
@@ -170,7 +170,7 @@ class QueueAudit:
     def _check_buckets(self) -> None:
         rows, summaries, misplaced = self._rows, dict[bytes, bytes](), list[_Entry]()
         prefix, summary_prefix = live_prefixes("buckets", self._queue)["buckets"]
-        found = rows.parse("buckets", prefix, "buckets", _parse_bucket, page=LARGE_PAGE)
+        found = rows.parse("buckets", prefix, _parse_bucket, page=LARGE_PAGE)
         for key, (bucket_id, entries, value) in found:
             if not entries:
                 rows.violate(Kind.EMPTY, "buckets", key, f"{self._name}: an empty bucket")
@@ -180,8 +180,6 @@ class QueueAudit:
             ]
             if kept:
                 bucket = self._open(bucket_id, _pack(kept.values()), summaries)
-                rows.count("available messages", len(bucket.waiting))
-                rows.count("in_progress messages", len(bucket.flight))
                 for item in (*bucket.flight.values(), *bucket.waiting.values()):
                     in_flight, delayed = item.key in bucket.flight, item.key in bucket.late_claims
                     if not self._add(item, in_flight=in_flight, delayed=delayed):
@@ -292,16 +290,13 @@ class QueueAudit:
                 index[index_prefix + id8] = key
             return True
 
-        prefix, label = keys.prefix(queue.id), f"{state.value} parts"
-        for key, (exponent, part, is_home, entries) in rows.parse(
-            "history", prefix, label, parse, page=LARGE_PAGE
-        ):
+        found = rows.parse("history", keys.prefix(queue.id), parse, page=LARGE_PAGE)
+        for key, (exponent, part, is_home, entries) in found:
             end = part + len(entries)
             behind = max(behind, end)
             runs = dict(cut_part(key, entries, keeps))
             kept = list(chain.from_iterable(runs.values()))
             count += len(kept)
-            rows.count(f"{state.value} messages", len(entries))
             at = bisect(spans, (part, end))
             fault: Kind | None = None
             if not is_home:
@@ -343,7 +338,7 @@ class QueueAudit:
                 raise CorruptRecord("an attempt with an unknown outcome")
             return message_id, number
 
-        for key, (id_, number) in rows.parse("history", queue.attempts_prefix, "attempts", parse):
+        for key, (id_, number) in rows.parse("history", queue.attempts_prefix, parse):
             if not 1 <= number <= self.attempts.get(id_, 0):
                 text = f"{self._name}: attempt {number} at message {id_}, which was not made"
                 rows.mend(Kind.ORPHAN_ATTEMPT, "history", key, None, text)
@@ -366,7 +361,7 @@ class QueueAudit:
                 raise CorruptRecord("a row that is not what its key says")
             return [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]
 
-        for key, listed in self._rows.parse("unclaimed", queue.number4, "unclaimed rows", parse):
+        for key, listed in self._rows.parse("unclaimed", queue.number4, parse):
             for each in listed:
                 if due.get(each) == int.from_bytes(key[4:12], "big"):
                     del due[each]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -75,7 +76,7 @@ class Rows:
 
     def __init__(self, core: Core, known_lost: set[int], *, repair: bool, now_ms: int) -> None:
         self.core, self.known_lost, self.repair, self.now_ms = core, known_lost, repair, now_ms
-        self.checked, self.found = dict[str, int](), dict[str, int]()
+        self.checked, self.found = Counter[str](), Counter[str]()
         self.violations, self.notes = list[Violation](), list[Violation]()
         # A check without repair needs no store that can be written.
         self._batch: Batch | None = None
@@ -90,15 +91,18 @@ class Rows:
 
     def scan(self, name: str, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Read every row of a table with a prefix, a page at a time."""
-        return rows_of(self.table(name), *span(prefix))
+        return self._read(name, *span(prefix), page=1000)
 
-    def count(self, what: str, number: int = 1) -> None:
-        """Count things that the audit looked at."""
-        self.checked[what] = self.checked.get(what, 0) + number
+    def _read(
+        self, table: str, begin: bytes, end: bytes, *, page: int
+    ) -> Iterator[tuple[bytes, bytes]]:
+        for row in rows_of(self.table(table), begin, end, page=page):
+            self.checked[table] += 1
+            yield row
 
     def violate(self, kind: Kind, table: str, key: bytes, text: str) -> None:
         """Report a violation."""
-        self.found[kind] = self.found.get(kind, 0) + 1
+        self.found[kind] += 1
         if len(self.violations) < KEPT:
             self.violations.append(Violation(kind, table, key.hex(), text))
 
@@ -123,7 +127,6 @@ class Rows:
         """Compare all rows with these prefixes with the right ones, which are used up."""
         for prefix in prefixes:
             for key, value in self.scan(table, prefix):
-                self.count(f"{table} entries")
                 self.compare(table, key, value, right.pop(key, None), text)
         for key, value in right.items():
             self.compare(table, key, None, value, text)
@@ -152,13 +155,12 @@ class Rows:
         self._batch, self._bytes = None, 0
 
     def parse(
-        self, table: str, where: bytes | tuple[bytes, bytes], what: str,
+        self, table: str, where: bytes | tuple[bytes, bytes],
         parse_row: Callable[[bytes, bytes], T], *, page: int = 1000,
     ) -> Iterator[tuple[bytes, T]]:  # fmt: skip
         """Parse the rows with a prefix, or of a range; quarantine those that do not parse."""
         begin, end = span(where) if isinstance(where, bytes) else where
-        for key, value in rows_of(self.table(table), begin, end, page=page):
-            self.count(what)
+        for key, value in self._read(table, begin, end, page=page):
             try:
                 row = parse_row(key, value)
             except (CorruptRecord, struct.error, msgspec.MsgspecError, ValueError) as error:
@@ -215,7 +217,7 @@ def check_system(rows: Rows, cursors: dict[int, int | None]) -> None:
         elif key not in {_META, _TOTALS, _NUMBERS, _EPOCH}:
             raise RefusedRow(Kind.STRANGER, "a key that nothing uses")
 
-    for _ in rows.parse("default", b"", "system records", parse_row):
+    for _ in rows.parse("default", b"", parse_row):
         pass
     _check_own(rows, "default", _META, core.identity)
     if core.totals.published or core.totals.filters_version:
@@ -251,7 +253,6 @@ def check_queues(rows: Rows) -> None:
     core, table = rows.core, rows.table("queues")
     numbers: dict[int, str] = {}
     for queue in core.by_name.values():
-        rows.count("queues")
         name, key, right = f"queue {queue.name}", _SPECS + queue.id, queue.spec
         if _parses(right.filter):
             text = f"{name}: its spec is not the one that the store was opened with"
@@ -329,12 +330,12 @@ def check_dedup(rows: Rows) -> None:
     lists: dict[bytes, list[bytes]] = {}
     listed: set[tuple[bytes, int]] = set()
     for row, (expires_at_ms, keys) in rows.parse(
-        "dedup", b"\x01", "dedup rows", lambda key, row: (_pair.unpack(key[1:])[0], decode(row))
+        "dedup", b"\x01", lambda key, row: (_pair.unpack(key[1:])[0], decode(row))
     ):
         lists[row] = keys
         listed.update((key, expires_at_ms) for key in keys)
     longer: set[bytes] = set()
-    ids = rows.parse("dedup", b"\x00", "dedup ids", lambda _, row: _pair.unpack(row))
+    ids = rows.parse("dedup", b"\x00", lambda _, row: _pair.unpack(row))
     for key, (message_id, expires_at_ms) in ids:
         if (key, expires_at_ms) not in listed:
             text = f"the dedup id of message {message_id} would never be forgotten"
@@ -389,10 +390,10 @@ class LogAudit:
             ((b"", _USER_SEGMENTS), self._read_system),
             ((_USER_SEGMENTS, LAST), self._read_entry),
         ):
-            for _ in rows.parse("log", where, "log rows", parse_row, page=LARGE_PAGE):
+            for _ in rows.parse("log", where, parse_row, page=LARGE_PAGE):
                 pass
         self._check_segments()
-        for _ in rows.parse("log", _UNROUTED, "unrouted rows", self._read_unrouted):
+        for _ in rows.parse("log", _UNROUTED, self._read_unrouted):
             pass
 
     def _read_system(self, key: bytes, value: bytes) -> None:
@@ -421,7 +422,6 @@ class LogAudit:
         if ids != sorted(set(ids)) or ids[0] <= self._last_ids.get(log_key, 0):
             text = f"ids from {ids[0]} on are not above those before them in their log"
             raise RefusedRow(Kind.ORDER, text)
-        self._rows.count("log messages", len(messages))
         segment = self._segments.setdefault(number, _Segment())
         segment.starts.add(ids[0] - relative)
         segment.logs.add(log_key)
