@@ -136,19 +136,23 @@ def _new_store(target: str) -> Iterator[tuple[str, Path]]:
     place, question, query = rest.partition("?")
     slashes = "" if scheme == "rocksdb" else "//"
     path = Path(place.removeprefix(slashes)).absolute()
-    with tempfile.TemporaryDirectory(prefix="penstock-salvage-") as scratch:
-        if scheme == "slatedb+s3":
+    if scheme == "slatedb+s3":
+        with tempfile.TemporaryDirectory(prefix="penstock-salvage-") as scratch:
             yield target, Path(scratch)
-            return
-        if scheme not in {"rocksdb", "slatedb+file"} or not place.strip("/"):
-            raise InvalidUrl(
-                f"{target!r:.200} can't be salvaged to: rocksdb:PATH, slatedb+file:///DIR and "
-                "slatedb+s3://BUCKET/PREFIX can"
-            )
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InvalidUrl(f"{path} is not empty: a store is salvaged to where nothing is")
-        with fill_directory(path) as partial:
-            yield f"{scheme}:{slashes}{partial}{question}{query}", Path(scratch)
+        return
+    if scheme not in {"rocksdb", "slatedb+file"} or not place.strip("/"):
+        raise InvalidUrl(
+            f"{target!r:.200} can't be salvaged to: rocksdb:PATH, slatedb+file:///DIR and "
+            "slatedb+s3://BUCKET/PREFIX can"
+        )
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InvalidUrl(f"{path} is not empty: a store is salvaged to where nothing is")
+    with (
+        fill_directory(path) as partial,
+        # Beside the target: it may need as much room.
+        tempfile.TemporaryDirectory(prefix=f"{path.name}.salvage-", dir=path.parent) as scratch,
+    ):
+        yield f"{scheme}:{slashes}{partial}{question}{query}", Path(scratch)
 
 
 class _CopiedRows:
