@@ -27,7 +27,7 @@ from penstock.model import (
     QueueStats,
     State,
 )
-from penstock.store.kv.inspect import MOST_BUCKETS
+from penstock.store.kv.store import MOST_BUCKETS
 from penstock.store.policy import Coverage
 
 if TYPE_CHECKING:

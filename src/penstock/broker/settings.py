@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.errors import InvalidQueue, QueueExists, QueueNotFound, did_you_mean
 from penstock.model import Ordering, Overflow, QueueSpec
-from penstock.store.room import drops_oldest
+from penstock.store.policy import drops_oldest
 from penstock.validation import check_spec
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
 from penstock.store.codec.stored import NO_LEASE
-from penstock.store.kv.overflow import OverflowVerbs
+from penstock.store.kv.publish import PublishVerbs
 from penstock.store.kv.settle import SettleVerbs
 from penstock.store.kv.state import verb
 from penstock.store.life import life, log_step
@@ -46,7 +46,7 @@ STEP_ATTEMPTS: Final = 10_000
 Leaving: TypeAlias = "tuple[Item | Ended, Metadata]"
 
 
-class MoveVerbs(SettleVerbs, OverflowVerbs):
+class MoveVerbs(SettleVerbs, PublishVerbs):
     """``move`` and ``redrive``, in steps of bounded size; and what is due."""
 
     # --- what is due -----------------------------------------------------------------------

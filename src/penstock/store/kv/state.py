@@ -37,14 +37,13 @@ from penstock.errors import (
     StoreMismatch,
 )
 from penstock.model import State
+from penstock.store import policy
 from penstock.store.contract import Progress
 from penstock.store.kv.history import History
 from penstock.store.kv.log import MetadataLog, SeqBlocks
 from penstock.store.kv.queues import DeadLetters, Queue, QueueTable
 from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
 from penstock.store.live import make_active_set
-from penstock.store.policy import Coverage, Stretch, check_routing
-from penstock.store.room import drops_oldest, is_limited, is_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -194,7 +193,7 @@ class Core:
             raise StoreMismatch(
                 f"the store has the {identity.design} design: it can't be opened as {design}"
             )
-        check_routing("the store", identity.routing, routing)
+        policy.check_routing("the store", identity.routing, routing)
         return identity
 
     def put_routing(self, batch: Batch, routing: str) -> None:
@@ -283,8 +282,8 @@ class Core:
         except CorruptRecord as error:
             self.quarantine("queues", b"\x02\x13" + queue.id, b"", str(error))
             # The queue has lost which messages it has had; it takes messages from here on.
-            live = Stretch(self.log.end, None, queue.spec.filter)
-            coverage = Coverage([live], known_from=self.log.end)
+            live = policy.Stretch(self.log.end, None, queue.spec.filter)
+            coverage = policy.Coverage([live], known_from=self.log.end)
         if coverage.known_from is None:
             is_filled = coverage.live or coverage.backfilled
             coverage.known_from = self.log.earliest if is_filled else self.log.end
@@ -293,7 +292,7 @@ class Core:
             self.draining.add(queue.name)
         if queue.fifo:
             self.fifo.add(queue.name)
-        if is_limited(queue.spec):
+        if policy.is_limited(queue.spec):
             self.note_limits(queue)
         listing = self.queue_table.listing(queue)
         if listing is not None:
@@ -369,10 +368,10 @@ class Core:
         spec, counts = queue.spec, queue.counts
         self.limited.discard(queue.name)
         self.overfull.discard(queue.number)
-        if is_limited(spec):
+        if policy.is_limited(spec):
             self.limited.add(queue.name)
             waits = counts.available or counts.delayed
-            if drops_oldest(spec) and waits and is_over(spec, *counts.load):
+            if policy.drops_oldest(spec) and waits and policy.is_over(spec, *counts.load):
                 self.overfull.add(queue.number)
 
     def put_totals(self, batch: Batch, now_ms: int) -> None:
@@ -380,7 +379,7 @@ class Core:
         self.totals.time_floor_ms = now_ms
         batch.put(_TOTALS, _encode(self.totals), self.system.family)
 
-    def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
+    def put_coverage(self, batch: Batch, queue: Queue, coverage: policy.Coverage) -> None:
         """Write what a queue has been filled from."""
         coverage.bound(self.log.earliest)
         queue.coverage = coverage

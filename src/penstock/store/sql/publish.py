@@ -13,8 +13,7 @@ from penstock.store import policy
 from penstock.store.codec.metadata import Head
 from penstock.store.contract import FiltersChanged
 from penstock.store.life import life, log_publish
-from penstock.store.policy import SEGMENT_MS
-from penstock.store.room import drops_oldest
+from penstock.store.policy import SEGMENT_MS, drops_oldest
 from penstock.store.sql.connection import Refused
 from penstock.store.sql.database import columns
 from penstock.store.sql.session import DROP_MESSAGES, SLOTS, SqlOverflow

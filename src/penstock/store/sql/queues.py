@@ -12,8 +12,7 @@ from penstock.errors import InvalidInput, InvalidQueue, QueueNotFound
 from penstock.limits import MAX_OFFSET
 from penstock.model import Ordering, State
 from penstock.store.contract import FiltersChanged, LiveQueue
-from penstock.store.policy import Coverage, Stretch
-from penstock.store.room import drops_oldest
+from penstock.store.policy import Coverage, Stretch, drops_oldest
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import SqlRouting
 from penstock.store.sql.session import SLOTS, SqlQueue

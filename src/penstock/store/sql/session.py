@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
 from penstock.model import Ordering, QueueSpec
-from penstock.store import room
+from penstock.store import policy
 from penstock.store.contract import Progress
 from penstock.store.policy import Coverage, LogSettings
 from penstock.store.sql.zones import Zones
@@ -267,7 +267,7 @@ class SqlSession:
             self.by_name = {queue.name: queue for queue in queues}
             self.by_number = {queue.number: queue for queue in queues}
             self.fifo = frozenset(queue.name for queue in queues if queue.fifo)
-            self.limited = frozenset(queue.name for queue in queues if room.is_limited(queue.spec))
+            self.limited = frozenset(queue.name for queue in queues if policy.is_limited(queue.spec))
             self.head = head.beside(self.head)
             self._replaced += 1
             for name in known.keys() - self.by_name.keys():
@@ -404,7 +404,7 @@ class SqlOverflow(SqlSession):
         loads = self._loads(limited)
         for queue in limited:
             load = loads[queue.number]
-            room.check_room(queue.spec, *load, added[queue], added_bytes[queue])
+            policy.check_room(queue.spec, *load, added[queue], added_bytes[queue])
 
     def drop_excess(
         self, now_ms: int, budget: int, queues: Iterable[SqlQueue] | None = None
@@ -414,11 +414,11 @@ class SqlOverflow(SqlSession):
             return 0
         if queues is None:
             queues = [self.by_name[name] for name in self.limited if name in self.by_name]
-        dropping = {queue.number: queue for queue in queues if room.drops_oldest(queue.spec)}
+        dropping = {queue.number: queue for queue in queues if policy.drops_oldest(queue.spec)}
         dropped = 0
         for number, load in self._loads(dropping.values()).items():
             queue = dropping[number]
-            while dropped < budget and room.is_over(queue.spec, *load):
+            while dropped < budget and policy.is_over(queue.spec, *load):
                 some = min(DROP_MESSAGES, budget - dropped)
                 count, load = self.change(partial(self._drop, queue, some, now_ms))  # noqa: PLW2901
                 dropped += count
@@ -433,10 +433,10 @@ class SqlOverflow(SqlSession):
         if not database.run("lock_queue", number=queue.number):
             return 0, (0, 0)
         load = self._loads([queue])[queue.number]
-        count = min(limit, room.guess_excess(spec, *load))
+        count = min(limit, policy.guess_excess(spec, *load))
         rows = database.run("oldest_waiting", queue=queue.number, count=count)
         ids = [row[0] for row in rows]
-        ids = ids[: room.count_excess(spec, *load, [row[1] for row in rows])]
+        ids = ids[: policy.count_excess(spec, *load, [row[1] for row in rows])]
         if not ids:
             return 0, load
         own = {"queue": queue.number, "message_ids": ids}
@@ -446,7 +446,7 @@ class SqlOverflow(SqlSession):
         gone = database.run(
             "drop_items",
             **own,
-            why=room.drop_reason(spec).encode(),
+            why=policy.drop_reason(spec).encode(),
             slots=SLOTS,
             slot=self.slot,
             each_ms=EACH_MS,
