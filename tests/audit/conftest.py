@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock import Message
 from penstock.clock import ManualClock
-from penstock.store.codec.stored import decode_lease
+from penstock.store.codec.records import decode_lease
 from penstock.testing.checking import assert_clean
 from penstock.urls import DESIGNS
 

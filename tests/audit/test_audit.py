@@ -13,7 +13,7 @@ from penstock.clock import ManualClock
 from penstock.model import State
 from penstock.store.codec import opendata, records
 from penstock.store.codec.opendata import payload_key
-from penstock.store.codec.stored import (
+from penstock.store.codec.records import (
     decode_lease,
     decode_stored_item,
     encode_lease,

@@ -11,7 +11,7 @@ import pytest
 from penstock.store.check_report import AuditReport
 from penstock.store.codec import buckets, opendata, records
 from penstock.store.codec.opendata import encode_seq_block, payload_key, terminated
-from penstock.store.codec.stored import decode_lease, encode_lease
+from penstock.store.codec.records import decode_lease, encode_lease
 from penstock.store.kv.check import Kind
 from penstock.store.kv.queues import Counts, QueueTable
 

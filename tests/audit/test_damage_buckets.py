@@ -10,7 +10,7 @@ from penstock.store.codec import buckets as codec
 from penstock.store.codec import opendata
 from penstock.store.codec.buckets import decode_summary, encode_head, pack_summary
 from penstock.store.codec.opendata import payload_key
-from penstock.store.codec.stored import decode_lease
+from penstock.store.codec.records import decode_lease
 from penstock.store.kv.check import Kind
 from penstock.store.kv.queues import decode_counts, encode_counts
 

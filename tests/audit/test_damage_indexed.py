@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.store.codec.opendata import payload_key
-from penstock.store.codec.stored import (
+from penstock.store.codec.records import (
     decode_lease,
     decode_stored_item,
     encode_stored_item,

@@ -14,7 +14,7 @@ from penstock.model import QueueSpec
 from penstock.store.codec import buckets as bkt
 from penstock.store.codec import opendata as od
 from penstock.store.codec import records as rec
-from penstock.store.codec import stored
+from penstock.store.codec import records as stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable

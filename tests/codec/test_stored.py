@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock.store.codec
 from penstock.errors import CorruptRecord
-from penstock.store.codec import stored
+from penstock.store.codec import records as stored
 
 U16 = st.integers(0, 2**16 - 1)
 U32 = st.integers(0, 2**32 - 1)

@@ -8,7 +8,7 @@ from penstock import Message
 from penstock.broker.broker import Broker
 from penstock.clock import ManualClock
 from penstock.engines.memory import MemoryEngine
-from penstock.store.codec.stored import decode_lease, encode_lease
+from penstock.store.codec.records import decode_lease, encode_lease
 from penstock.urls import DESIGNS, make_store
 
 # A claim of three messages by "w1" at 1,700,000,000,000 ms, for a minute.

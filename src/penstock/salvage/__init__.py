@@ -30,8 +30,7 @@ from penstock.model import Ordering, QueueSpec, State
 from penstock.readers import fill_directory, locate, make_engine
 from penstock.store.codec.metadata import Metadata, decode_metadata, encode_metadata, read_metadata
 from penstock.store.codec.opendata import PAYLOAD, parse_entry_key, payload_key, read_terminated
-from penstock.store.codec.records import decode_queue_spec
-from penstock.store.codec.stored import decode_lease
+from penstock.store.codec.records import decode_lease, decode_queue_spec
 from penstock.store.kv.check import audit, held_ids
 from penstock.store.kv.queues import Counts, Queue, QueueTable, decode_counts
 from penstock.store.kv.state import FORMAT, Identity

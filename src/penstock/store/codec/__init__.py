@@ -4,10 +4,9 @@
 module              owns
 ==================  ==========================================================================
 ``opendata``        encodings, ids and keys of OpenData's Queue; the Log, which is the metadata log
-``records``         values of the Queue: done, failed, attempts, specs
+``records``         values of the Queue: done, failed, attempts, specs; items and leases
 ``buckets``         values of the Queue: active buckets and their summaries
-``stored``          items and leases: two Cap'n Proto records, hand-made for speed
-``queueber.capnp``  the schema of those two: Queueber's records, with our fields added
+``queueber.capnp``  the schema of leases: Queueber's record, with our fields added
 ``metadata``        the opaque metadata bytes of a message
 ==================  ==========================================================================
 

@@ -160,33 +160,24 @@ class ClaimedFrame(msgspec.Struct, array_like=True, gc=False):
         ]
 
 
-class _LooseRow(msgspec.Struct, array_like=True):
-    message_id: int
-    key: int
-    attempts: int
-    payload: bytes
-    version: int
-    metadata: msgspec.Raw
-
-
 class LooseFrame(msgspec.Struct, array_like=True):
     """The messages of one claim, of which some have metadata that a store has spoiled."""
 
     queue: str
     token: str
     deadline_ms: int
-    rows: list[_LooseRow]
+    rows: list[tuple[int, int, int, bytes, int, msgspec.Raw]]
 
     def readable(self) -> ClaimedFrame:
         """Leave out those whose metadata does not decode: the others are good."""
         frame = ClaimedFrame(self.queue, self.token, self.deadline_ms, [])
-        for row in self.rows:
-            metadata = read_metadata(b"\x01" + bytes(row.metadata))
+        for message_id, key, attempts, payload, version, encoded in self.rows:
+            metadata = read_metadata(b"\x01" + bytes(encoded))
             if metadata is None:
-                frame.unread[f"{self.token}-{row.key:016x}"] = len(row.payload)
+                frame.unread[f"{self.token}-{key:016x}"] = len(payload)
             else:
-                fields = row.message_id, row.key, row.attempts, row.payload, row.version, metadata
-                frame.rows.append(ClaimedRow(*fields))
+                row = ClaimedRow(message_id, key, attempts, payload, version, metadata)
+                frame.rows.append(row)
         return frame
 
 

@@ -31,6 +31,7 @@ from penstock.errors import CorruptRecord
 from penstock.store.codec import opendata
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.codec.opendata import decode_seq_block, encode_seq_block, var_u64
+from penstock.store.codec.records import unpack
 from penstock.store.kv.tables import FirstKeys, pages_of
 from penstock.store.policy import SEGMENT_MS, LogSettings, logs_of
 
@@ -97,14 +98,9 @@ class MetadataLog:
         # publish each time begins at another log each time.
         self._turn = crc32(self.ids.next.to_bytes(8, "big"))
         record = self._table.get(_SETTINGS)
-        try:
-            self.settings = LogSettings()
-            if record is not None:
-                self.settings = msgspec.msgpack.decode(record, type=LogSettings)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise CorruptRecord(
-                f"the settings of the metadata log do not decode: {error}"
-            ) from None
+        self.settings = LogSettings()
+        if record is not None:
+            self.settings = unpack(record, LogSettings, "settings of the metadata log")
         prefix = opendata.SEGMENT_META_PREFIX
         self.segments = [
             Segment(opendata.parse_segment_meta_key(key), *opendata.decode_segment_meta(value))

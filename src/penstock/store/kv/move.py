@@ -20,7 +20,7 @@ from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
-from penstock.store.codec.stored import NO_LEASE
+from penstock.store.codec.records import NO_LEASE
 from penstock.store.kv.publish import PublishVerbs
 from penstock.store.kv.settle import SettleVerbs
 from penstock.store.kv.state import verb

@@ -111,13 +111,12 @@ class DeadLetters:
     def __init__(self) -> None:
         # Numbers of queues, in the order in which they came.
         self.pending: dict[int, None] = {}
-        # Name of a queue that is not there (or drains) -> numbers of the queues that wait for it
-        self._parked: dict[str, set[int]] = {}
+        # Number of a queue -> name of the queue that it waits for, which is not there, or drains
+        self._parked: dict[int, str] = {}
 
     def knows(self, queue: Queue) -> bool:
         """Whether failed messages of a queue will be moved, now or when their target is there."""
-        waiting = self._parked.values()
-        return queue.number in self.pending or any(queue.number in each for each in waiting)
+        return queue.number in self.pending or queue.number in self._parked
 
     def note(self, queue: Queue) -> None:
         """Note that a message of a queue has failed."""
@@ -129,26 +128,24 @@ class DeadLetters:
         self.forget(queue)
         if queue.counts.failed:
             self.note(queue)
-        self.pending.update(dict.fromkeys(sorted(self._parked.pop(queue.name, ()))))
+        waiting = [number for number, name in self._parked.items() if name == queue.name]
+        for number in sorted(waiting):
+            del self._parked[number]
+            self.pending[number] = None
 
     def forget(self, queue: Queue) -> None:
         """Forget a queue that is gone, or that another dead letter queue was given to."""
         self.pending.pop(queue.number, None)
-        for waiting in self._parked.values():
-            waiting.discard(queue.number)
+        self._parked.pop(queue.number, None)
 
     def park(self, queue: Queue) -> None:
         """Let a queue wait until its dead letter queue is there; say so once."""
         self.pending.pop(queue.number, None)
         name = queue.spec.dead_letter
-        waiting = self._parked.setdefault(name, set())
-        if queue.number not in waiting:
-            waiting.add(queue.number)
-            log.warning(
-                "queue %s: its dead letter queue %s is not there; what fails stays until it is",
-                queue.name,
-                name,
-            )
+        if self._parked.get(queue.number) != name:
+            self._parked[queue.number] = name
+            text = "queue %s: its dead letter queue %s is not there; what fails stays until it is"
+            log.warning(text, queue.name, name)
 
 
 class QueueTable:
@@ -179,24 +176,19 @@ class QueueTable:
 
     def put_counts(self, batch: Batch, queue: Queue) -> None:
         """Write a queue's counters."""
-        try:
-            record = encode_counts(queue.counts)
-        except ValueError:
+        counts, values = queue.counts, msgspec.structs.astuple(queue.counts)
+        if min(values) < 0:
             # A wrong counter must not stop its queue; a check sets it right.
-            log.exception("queue %s: a counter is below zero: %s", queue.name, queue.counts)
-            values = msgspec.structs.astuple(queue.counts)
-            record = encode_counts(Counts(*(max(0, value) for value in values)))
-        batch.put(queue.counts_key, record, self._table.family)
+            log.error("queue %s: a counter is below zero: %s", queue.name, counts)
+            counts = Counts(*(max(0, value) for value in values))
+        batch.put(queue.counts_key, encode_counts(counts), self._table.family)
 
     def coverage(self, queue: Queue) -> Coverage:
         """Read which offsets a queue has been filled from."""
         record = self._table.get(_COVERAGE + queue.id)
         if record is None:
             return Coverage([])
-        try:
-            return msgspec.msgpack.decode(record, type=Coverage)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise CorruptRecord(f"coverage of queue {queue.name}: {error}") from error
+        return records.unpack(record, Coverage, f"coverage of queue {queue.name}")
 
     def put_coverage(self, batch: Batch, queue: Queue, coverage: Coverage) -> None:
         """Write which offsets a queue has been filled from."""
@@ -222,20 +214,13 @@ class QueueTable:
 
 
 def encode_counts(counts: Counts) -> bytes:
-    """Encode a queue's counters; ``ValueError`` if one is below zero."""
-    if min(msgspec.structs.astuple(counts)) < 0:
-        raise ValueError("a counter is below zero")
+    """Encode a queue's counters."""
     return _COUNTS_VERSION + _encode(counts)
 
 
 def decode_counts(record: bytes) -> Counts:
     """Decode a queue's counters."""
-    if record[:1] != _COUNTS_VERSION:
-        raise CorruptRecord(f"queue counters: version {record[:1].hex()} is unknown")
-    try:
-        counts = msgspec.msgpack.decode(record[1:], type=Counts)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise CorruptRecord(f"queue counters: {error}") from error
+    counts = records.unpack(record, Counts, "queue counters", _COUNTS_VERSION)
     if min(msgspec.structs.astuple(counts)) < 0:
         raise CorruptRecord("queue counters: one is below zero")
     return counts

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
-from penstock.errors import CorruptRecord, InvalidReceipt, StoreDamaged
+from penstock.engines import get_each
+from penstock.errors import InvalidReceipt, StoreDamaged
 from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
 from penstock.store import policy
-from penstock.store.codec.stored import LeaseRecord, decode_lease
+from penstock.store.codec.records import LeaseRecord, decode_lease
 from penstock.store.kv.queues import Queue
 from penstock.store.kv.state import Core, verb
 from penstock.store.life import life, log_step
@@ -49,7 +50,6 @@ _EXPIRED: Final = "lease expired"
 Answer: TypeAlias = Item | OutcomeStatus
 
 _queue_of: Final = attrgetter("queue")
-_items_of: Final = attrgetter("items")
 
 
 class SettleVerbs(Core):
@@ -160,7 +160,7 @@ class SettleVerbs(Core):
         return {
             item.message_id: f"{token}-{item.key:016x}"
             for name, record in self.leases.splits(lease)
-            for holding in self._held_by(name, self._decode_lease(name, record))
+            for holding in self._held_by(name, self.leases.decode(name, record, self.quarantine))
             for item in holding.items
         }
 
@@ -175,11 +175,11 @@ class SettleVerbs(Core):
         due, damage = self.leases.due(now_ms, limit)
         found: list[tuple[bytes, bytes, list[Holding]]] = []
         names = [name for _, name in due]
-        for (index_key, name), record in zip(due, self.leases.get_each(names), strict=True):
+        for (index_key, name), record in zip(due, get_each(self.leases.table, names), strict=True):
             try:
                 if isinstance(record, StoreDamaged):
                     raise record
-                holdings = self._held_by(name, self._decode_lease(name, record))
+                holdings = self._held_by(name, self.leases.decode(name, record, self.quarantine))
                 for holding in holdings:
                     # Raises if its messages can't come back, because what waits there is not known.
                     self.active.ready_groups(holding.queue)
@@ -240,7 +240,7 @@ class SettleVerbs(Core):
         by_lease: dict[bytes, set[bytes]] = {}
         for item in items:
             by_lease.setdefault(item.lease, set()).add(item.key.to_bytes(8, "big"))
-        for name, lease in self.leases.read(list(by_lease), self.quarantine).items():
+        for name, lease in self.leases.read(by_lease, self.quarantine).items():
             self.leases.let_go(batch, name, lease, by_lease[name])
 
     # --- parts -----------------------------------------------------------------------------
@@ -333,82 +333,54 @@ class SettleVerbs(Core):
         numbers = set(map(_queue_of, tokens))
         if queue_name is not None and numbers - {self.queue(queue_name).number}:
             raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
-        holdings: list[Holding] = []
+        items = self._in_flight(tokens, keys, numbers)
+        names = {item.lease for item in items if item is not None}
+        leases = self.leases.read(names, self.quarantine)
+        holdings: dict[bytes, Holding] = {}
         answers: list[Answer] = [OutcomeStatus.STALE] * len(receipts)
-        for number in numbers:
-            queue = self.by_number.get(number)
-            places: Sequence[int] = range(len(receipts))
-            if len(numbers) > 1:
-                places = [place for place in places if tokens[place].queue == number]
-            if queue is not None:
-                self._judge_queue(queue, places, tokens, keys, holdings, answers, now_ms)
-        self.stale_receipts += len(receipts) - sum(map(len, map(_items_of, holdings)))
-        if not holdings:
-            self.settle_quarantine(now_ms)
-        return holdings, answers
-
-    def _judge_queue(
-        self,
-        queue: Queue,
-        places: Sequence[int],
-        tokens: Sequence[LeaseToken],
-        keys: Sequence[int],
-        judged: list[Holding],
-        answers: list[Answer],
-        now_ms: int,
-    ) -> None:
-        """Judge the receipts of a queue, which are at these places."""
-        if len(places) < len(keys):
-            keys = [keys[place] for place in places]
-        found = self.active.find(queue, keys)
-        holdings = self._holdings(queue, found)
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         token: LeaseToken | None = None
-        lease = b""
-        holding: Holding | None = None
-        for place, item in zip(places, found, strict=True):
+        name = b""
+        lease: LeaseRecord | None = None
+        for place, item in enumerate(items):
             if item is None:
                 continue
             # Receipts that follow one another are mostly of one lease.
-            if item.lease is not lease or tokens[place] is not token:
-                token, lease = tokens[place], item.lease
-                is_its = lease[:FAMILY_BYTES] == token.family
-                holding = holdings.get(lease)
-                is_over = holding is None or holding.lease.expiry_ms <= now_ms
-            if not is_its or item.key in seen:
+            if item.lease is not name or tokens[place] is not token:
+                token, name = tokens[place], item.lease
+                is_its = name[:FAMILY_BYTES] == token.family
+                lease = leases.get(name)
+            if not is_its or (token.queue, item.key) in seen:
                 continue
-            if is_over or holding is None:
+            if lease is None or lease.expiry_ms <= now_ms:
                 answers[place] = OutcomeStatus.EXPIRED
                 continue
-            seen.add(item.key)
-            if not holding.items:
-                judged.append(holding)
+            seen.add((token.queue, item.key))
+            holding = holdings.get(name)
+            if holding is None:
+                holding = holdings[name] = Holding(self.by_number[token.queue], name, lease, [])
             holding.items.append(item)
             answers[place] = item
+        self.stale_receipts += len(receipts) - len(seen)
+        if not holdings:
+            self.settle_quarantine(now_ms)
+        return list(holdings.values()), answers
 
-    def _holdings(self, queue: Queue, items: Sequence[Item | None]) -> dict[bytes, Holding]:
-        """Return the leases of messages that are in flight; those that are gone are left out."""
-        holdings: dict[bytes, Holding] = {}
-        unknown: list[bytes] = []
-        for name in {item.lease for item in items if item is not None}:
-            lease = self.leases.recent.get(name)
-            if lease is None:
-                unknown.append(name)
-            else:
-                holdings[name] = Holding(queue, name, lease, [])
-        if unknown:
-            for name, lease in self.leases.read(unknown, self.quarantine).items():
-                holdings[name] = Holding(queue, name, lease, [])
-        return holdings
-
-    def _decode_lease(self, name: bytes, record: bytes | None) -> LeaseRecord | None:
-        if record is None:
-            return None
-        try:
-            return decode_lease(record)
-        except CorruptRecord as error:
-            self.quarantine("leases", name, record, str(error))
-            return None
+    def _in_flight(
+        self, tokens: Sequence[LeaseToken], keys: Sequence[int], numbers: set[int]
+    ) -> list[Item | None]:
+        """Look up the messages of receipts, which are of the queues with these numbers."""
+        found: list[Item | None] = [None] * len(keys)
+        for number in numbers:
+            queue = self.by_number.get(number)
+            if queue is not None and len(numbers) == 1:
+                return self.active.find(queue, keys)
+            if queue is not None:
+                places = [place for place, token in enumerate(tokens) if token.queue == number]
+                items = self.active.find(queue, [keys[place] for place in places])
+                for place, item in zip(places, items, strict=True):
+                    found[place] = item
+        return found
 
 
 def _outcomes(

@@ -21,7 +21,7 @@ from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_OFFSET
 from penstock.model import State
 from penstock.store.codec import buckets, opendata, records
 from penstock.store.codec.metadata import decode_metadata
-from penstock.store.codec.stored import NO_LEASE, decode_stored_item
+from penstock.store.codec.records import NO_LEASE, decode_stored_item
 from penstock.store.kv.history import sequence_of
 from penstock.store.kv.log import MetadataLog
 from penstock.store.kv.queues import QueueTable

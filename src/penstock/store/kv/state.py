@@ -38,6 +38,7 @@ from penstock.errors import (
 )
 from penstock.model import State
 from penstock.store import policy
+from penstock.store.codec.records import unpack
 from penstock.store.contract import Progress
 from penstock.store.kv.history import History
 from penstock.store.kv.log import MetadataLog, SeqBlocks
@@ -97,8 +98,8 @@ def describe_format(found: int) -> str:
 
 def _decode_identity(record: bytes) -> Identity:
     try:
-        return msgspec.msgpack.decode(record, type=Identity)
-    except (msgspec.MsgspecError, ValueError) as error:
+        return unpack(record, Identity, "identity")
+    except CorruptRecord as error:
         raise StoreMismatch(f"the store's identity record does not decode: {error}") from error
 
 
@@ -219,10 +220,9 @@ class Core:
         self._aside: dict[tuple[str, bytes], tuple[bytes, str, bool]] = {}
         record = self.system.get(_TOTALS)
         try:
+            self.totals = Totals() if record is None else unpack(record, Totals, "totals")
+        except CorruptRecord as error:
             self.totals = Totals()
-            if record is not None:
-                self.totals = msgspec.msgpack.decode(record, type=Totals)
-        except (msgspec.MsgspecError, ValueError) as error:
             self.quarantine("default", _TOTALS, record or b"", str(error))
         # All of these know something by heart: they are made anew, so that nothing is left of it.
         before = self.active

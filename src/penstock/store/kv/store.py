@@ -20,7 +20,7 @@ from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.model import Attempt, AttemptEnd, Entry, Page, QueueStats, State, StoreStats
 from penstock.store.codec.metadata import decode_heads, read_metadata
-from penstock.store.codec.stored import NO_LEASE
+from penstock.store.codec.records import NO_LEASE
 from penstock.store.contract import Health, LiveQueue, StoreDetails
 from penstock.store.kv.claim import ClaimVerbs
 from penstock.store.kv.move import ALL
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError
     from penstock.model import QueueSpec
     from penstock.store.check_report import AuditReport
-    from penstock.store.codec.stored import LeaseRecord
+    from penstock.store.codec.records import LeaseRecord
     from penstock.store.kv.history import Ended
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.snapshot import Pinned

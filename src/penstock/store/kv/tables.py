@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import msgspec
 
-from penstock.engines import get_each, rows_of, scan_readable
+from penstock.engines import rows_of, scan_readable
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.store.codec.opendata import payload_key, terminated
-from penstock.store.codec.stored import LeaseRecord, decode_lease, encode_lease
+from penstock.store.codec.records import LeaseRecord, decode_lease, encode_lease
 from penstock.store.policy import dedup_scope
 from penstock.store.receipts import FAMILY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.engines import Batch, Table
     from penstock.model import Value
@@ -157,10 +157,6 @@ class DueHeap(Generic[K]):
         present = self.ranks.get(key)
         if present is None or rank < present:
             self.set(key, rank)
-
-    def get(self, key: K) -> int | None:
-        """Return the rank of a key."""
-        return self.ranks.get(key)
 
     def first(self) -> tuple[int, K] | None:
         """Return the lowest rank and its key."""
@@ -317,7 +313,7 @@ class Leases:
     """
 
     def __init__(self, leases: Table, expiry: Table) -> None:
-        self._leases = leases
+        self.table = leases
         self._expiry = expiry
         self.first_keys = FirstKeys(expiry)
         # No lease expires before this; a bound that is too low costs one look at the index.
@@ -325,20 +321,31 @@ class Leases:
         # Leases of recent claims, as the table has them: an ack that follows reads nothing.
         self.recent: dict[bytes, LeaseRecord] = {}
 
-    def read(self, names: list[bytes], quarantine: Quarantine) -> dict[bytes, LeaseRecord]:
-        """Read leases by name; one that does not decode is left out and put aside."""
-        found = {}
-        for name, record in zip(names, self._leases.multi_get(names), strict=True):
-            if record is not None:
-                try:
-                    found[name] = decode_lease(record)
-                except CorruptRecord as error:
-                    quarantine("leases", name, record, str(error))
+    def read(self, names: Iterable[bytes], quarantine: Quarantine) -> dict[bytes, LeaseRecord]:
+        """Read leases by name, recent ones from memory; undecodable ones are left out."""
+        found, unknown = {}, []
+        for name in names:
+            lease = self.recent.get(name)
+            if lease is None:
+                unknown.append(name)
+            else:
+                found[name] = lease
+        if unknown:
+            for name, record in zip(unknown, self.table.multi_get(unknown), strict=True):
+                lease = self.decode(name, record, quarantine)
+                if lease is not None:
+                    found[name] = lease
         return found
 
-    def get_each(self, names: list[bytes]) -> Sequence[bytes | StoreDamaged | None]:
-        """Read the encoded records of leases; for an unreadable one, return the error."""
-        return get_each(self._leases, names)
+    def decode(
+        self, name: bytes, record: bytes | None, quarantine: Quarantine
+    ) -> LeaseRecord | None:
+        """Decode a lease; one that does not decode is put aside."""
+        try:
+            return None if record is None else decode_lease(record)
+        except CorruptRecord as error:
+            quarantine("leases", name, record or b"", str(error))
+            return None
 
     def put(
         self,
@@ -355,7 +362,7 @@ class Leases:
         keys.sort()
         index_key = deadline_ms.to_bytes(8, "big") + name
         record = LeaseRecord(keys, deadline_ms, index_key, claimed_at_ms, queue, consumer)
-        batch.put(name, encode_lease(*record), self._leases.family)
+        batch.put(name, encode_lease(*record), self.table.family)
         batch.put(index_key, name, self._expiry.family)
         if len(self.recent) >= RECENT_LEASES:
             self.recent.clear()
@@ -367,7 +374,7 @@ class Leases:
     def delete(self, batch: Batch, name: bytes, index_key: bytes) -> None:
         """Delete a lease and its expiry entry, always both."""
         self.recent.pop(name, None)
-        batch.delete(name, self._leases.family)
+        batch.delete(name, self.table.family)
         batch.delete(index_key, self._expiry.family)
         self.first_keys.note_gone(b"", _LAST, 1)
 
@@ -380,7 +387,7 @@ class Leases:
             self.delete(batch, name, record.index_key)
         elif len(rest) < len(record.ids):
             self.recent.pop(name, None)
-            batch.put(name, encode_lease(*record._replace(ids=rest)), self._leases.family)
+            batch.put(name, encode_lease(*record._replace(ids=rest)), self.table.family)
 
     def next_split(self, name: bytes, taken: dict[bytes, int]) -> bytes:
         """Return a split of this lease that is free, counting on from the highest in use.
@@ -390,7 +397,7 @@ class Leases:
         family = name[:FAMILY_BYTES]
         highest = taken.get(family)
         if highest is None:
-            top = self._leases.scan_back(family, family + b"\xff\xff\xff", 1)
+            top = self.table.scan_back(family, family + b"\xff\xff\xff", 1)
             highest = int.from_bytes(top[0][0][FAMILY_BYTES:], "big") if top else 0
         taken[family] = highest + 1
         return family + (highest + 1).to_bytes(2, "big")
@@ -398,7 +405,7 @@ class Leases:
     def splits(self, name: bytes) -> Sequence[tuple[bytes, bytes]]:
         """Read every live split of a lease, encoded."""
         family = name[:FAMILY_BYTES]
-        return self._leases.scan(family, family + b"\xff\xff\xff", 1 << 16)
+        return self.table.scan(family, family + b"\xff\xff\xff", 1 << 16)
 
     def due(
         self, now_ms: int, limit: int
@@ -416,7 +423,7 @@ class Leases:
     def differing(self) -> Iterator[bytes]:
         """Give the leases in memory that are not as the table has them: there must be none."""
         names = list(self.recent)
-        for name, record in zip(names, self._leases.multi_get(names), strict=True):
+        for name, record in zip(names, self.table.multi_get(names), strict=True):
             if record is None or decode_lease(record) != self.recent[name]:
                 yield name
 

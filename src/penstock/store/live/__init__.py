@@ -19,7 +19,7 @@ from penstock.engines import Shape
 from penstock.limits import MAX_ATTEMPTS
 from penstock.store.codec.metadata import decode_heads
 from penstock.store.codec.opendata import read_terminated, terminated
-from penstock.store.codec.stored import NO_LEASE
+from penstock.store.codec.records import NO_LEASE
 from penstock.store.kv.tables import DueHeap
 
 if TYPE_CHECKING:

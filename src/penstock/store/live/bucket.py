@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from penstock.errors import CorruptRecord
 from penstock.store.codec import buckets, opendata
 from penstock.store.codec.buckets import Due, encode_head, encode_held, pack_summary
-from penstock.store.codec.stored import NO_LEASE
+from penstock.store.codec.records import NO_LEASE
 from penstock.store.live import Item, count_attempt, group_of, lane_of, split_lane
 
 if TYPE_CHECKING:

@@ -271,7 +271,7 @@ class BucketActive(BucketCache):
         """Look messages up by their ids, in the buckets that may have one of them."""
         wanted, highest = set(message_ids), max(message_ids, default=0)
         directory = self._directories[queue.number]
-        oldest = directory.oldest.get
+        oldest = directory.oldest.ranks.get
         likely = [
             bucket_id
             for bucket_id, known in directory.buckets.items()
@@ -449,7 +449,7 @@ class BucketActive(BucketCache):
                 delayed = {bucket_id + offset for offset in decode_summary(summary or b"").late}
                 if record != bucket.record() or delayed != bucket.late_claims:
                     facts["open bucket", bucket_id] = True
-        due_ms = self._due.get(queue.number)
+        due_ms = self._due.ranks.get(queue.number)
         return Beliefs(facts, {} if due_ms is None else {("delays",): due_ms})
 
 

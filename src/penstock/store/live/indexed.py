@@ -17,7 +17,7 @@ from penstock.engines import get_each, rows_of, scan_readable
 from penstock.errors import CorruptRecord, InvalidInput, StoreDamaged
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
-from penstock.store.codec.stored import NO_LEASE, item_head, with_lease
+from penstock.store.codec.records import NO_LEASE, item_head, with_lease
 from penstock.store.kv.tables import FirstKeys
 from penstock.store.live import (
     MOST_HEADS,
@@ -293,7 +293,7 @@ class IndexedActive(ActiveSet[Directory]):
         """
         if self.passed:
             rows = list(takewhile(lambda row: not self._is_passed(row), rows))
-        due_ms = self._due.get(queue.number)
+        due_ms = self._due.ranks.get(queue.number)
         if due_ms is None:
             return len(rows)
         mains = [main_of(key) for key, _ in rows]
@@ -553,7 +553,7 @@ class IndexedActive(ActiveSet[Directory]):
         """Tell what the directory says; what is kept of late must be as the tables have it."""
         number, directory = queue.number, self._directories[queue.number]
         found = directory.beliefs(self._index, lambda head: not self._without_timer(queue, head))
-        due_ms = self._due.get(number)
+        due_ms = self._due.ranks.get(number)
         if due_ms is not None:
             found.bounds["delays",] = due_ms
         for main in self._recent.differing(number, self._available, self._in_progress):

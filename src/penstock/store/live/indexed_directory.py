@@ -6,7 +6,7 @@ were just published or claimed, so that the claim or the ack that follows reads 
 This is Queueber's layout made for many queues. Its namespaces are tables here, so the keys drop
 the namespace prefix; a queue's number takes its place::
 
-    table available         queue u32 | id u64          StoredItem (codec/stored.py): waiting
+    table available         queue u32 | id u64          StoredItem (codec/records.py): waiting
     table in_progress       queue u32 | id u64          the same record, with its lease filled in
     table visibility_index  01 | queue u32 | lane | visible_at u64 | id u64   empty
                             00 | queue u32 | visible_at u64 | id u64   key of `available`, then lane
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.engines import get_each, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
-from penstock.store.codec.stored import decode_stored_item
+from penstock.store.codec.records import decode_stored_item
 from penstock.store.live import Beliefs, Item, count_attempt, group_of
 
 if TYPE_CHECKING:

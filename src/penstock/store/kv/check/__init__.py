@@ -37,7 +37,7 @@ from penstock.engines import describe_range, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.store.check_report import KEPT, AuditReport, Kind, Violation
 from penstock.store.codec import opendata
-from penstock.store.codec.stored import decode_lease, encode_lease
+from penstock.store.codec.records import decode_lease, encode_lease
 from penstock.store.kv.check import tables
 from penstock.store.kv.check.queue import POINTERS, QueueAudit, flight_place, live_prefixes
 from penstock.store.kv.check.tables import LARGE_PAGE, LAST, LogAudit, RefusedRow

@@ -18,7 +18,7 @@ from penstock.model import State
 from penstock.store.check_report import Kind
 from penstock.store.codec import buckets, opendata, records
 from penstock.store.codec.metadata import read_metadata
-from penstock.store.codec.stored import NO_LEASE, decode_stored_item, encode_stored_item, with_lease
+from penstock.store.codec.records import NO_LEASE, decode_stored_item, encode_stored_item, with_lease
 from penstock.store.kv.check.tables import LARGE_PAGE, RefusedRow
 from penstock.store.kv.history import cut_part
 from penstock.store.kv.queues import Counts, decode_counts, encode_counts
