@@ -16,9 +16,6 @@ from penstock.errors import CorruptRecord, InvalidInput
 from penstock.model import Ordering, QueueSpec, State
 from penstock.store.codec import buckets, opendata
 from penstock.store.codec.buckets import (
-    Due,
-    HeldGroup,
-    LaneHead,
     Summary,
     decode_summary,
     encode_head,
@@ -161,7 +158,7 @@ def test_summary_bytes_are_fixed() -> None:
         in_flight=3,
         oldest=7,
         late=[9],
-        due=Due(100, 8),
+        due=(100, 8),
         heads_encoded=[encode_head("a", 5, 50, 7), encode_head("", 0, 51, 11)],
         held_encoded=[encode_held("a", 3)],
     )
@@ -172,9 +169,9 @@ def test_summary_bytes_are_fixed() -> None:
         3,
         7,
         (9,),
-        Due(100, 8),
-        [LaneHead("a", 5, 50, 7), LaneHead("", 0, 51, 11)],
-        [HeldGroup("a", 3)],
+        (100, 8),
+        [("a", 5, 50, 7), ("", 0, 51, 11)],
+        [("a", 3)],
     )
 
 

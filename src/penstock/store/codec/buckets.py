@@ -85,29 +85,6 @@ class InFlight(NamedTuple):
     lease: bytes
 
 
-class Due(NamedTuple):
-    """The delayed message that comes due first."""
-
-    visible_at: int
-    message_id: int
-
-
-class LaneHead(NamedTuple):
-    """The first message in turn of a lane."""
-
-    group: str
-    priority: int
-    visible_at: int
-    message_id: int
-
-
-class HeldGroup(NamedTuple):
-    """A FIFO group and how many messages of the bucket it has in flight."""
-
-    group: str
-    in_flight: int
-
-
 class Summary(NamedTuple):
     """Counts and first messages of a bucket."""
 
@@ -116,9 +93,10 @@ class Summary(NamedTuple):
     in_flight: int
     oldest: int
     late: tuple[int, ...]
-    due: Due | None
-    heads: list[LaneHead]
-    held: list[HeldGroup]
+    # Time and message id; group, priority, time and message id; group and count.
+    due: tuple[int, int] | None
+    heads: list[tuple[str, int, int, int]]
+    held: list[tuple[str, int]]
 
 
 _AVAILABLE: Final = Struct("<QQHI")
@@ -131,7 +109,6 @@ _HELD: Final = Struct("<H")
 # Skips the argument checks of a NamedTuple's own constructor: half the time of a decoder.
 _new: Final = tuple.__new__
 _Entry = TypeVar("_Entry", Available, InFlight)
-_Group = TypeVar("_Group", LaneHead, HeldGroup)
 
 
 # --- active buckets -----------------------------------------------------------------------------
@@ -237,7 +214,7 @@ def pack_summary(
     in_flight: int,
     oldest: int,
     late: Sequence[int],
-    due: Due | None,
+    due: tuple[int, int] | None,
     heads_encoded: Collection[bytes],
     held_encoded: Collection[bytes],
 ) -> bytes:
@@ -266,10 +243,10 @@ def decode_summary(buf: bytes) -> Summary:
         pos += 2 + 2 * count
         due = None
         if count:
-            due = Due._make(_DUE.unpack_from(buf, pos))
+            due = _DUE.unpack_from(buf, pos)
             pos += _DUE.size
-        heads, pos = _read_groups(buf, pos, LaneHead, _HEAD)
-        held, pos = _read_groups(buf, pos, HeldGroup, _HELD)
+        heads, pos = _read_groups(buf, pos, _HEAD)
+        held, pos = _read_groups(buf, pos, _HELD)
     except struct_error:
         raise CorruptRecord(f"summary: ends early, after {len(buf)} bytes") from None
     check_end(buf, pos, "summary")
@@ -278,14 +255,12 @@ def decode_summary(buf: bytes) -> Summary:
     return Summary(ready, delayed, in_flight, oldest, late, due, heads, held)
 
 
-def _read_groups(
-    buf: bytes, pos: int, kind: type[_Group], fields: Struct
-) -> tuple[list[_Group], int]:
+def _read_groups(buf: bytes, pos: int, fields: Struct) -> tuple[list[Any], int]:
     count = read_count(buf, pos, "summary")
     pos += 2
-    found: list[_Group] = []
+    found = []
     for _ in range(count):
         group, pos = read_utf8(buf, pos, "summary")
-        found.append(kind(group, *fields.unpack_from(buf, pos)))
+        found.append((group, *fields.unpack_from(buf, pos)))
         pos += fields.size
     return found, pos

@@ -231,30 +231,39 @@ class History:
     def find_acked(self, queue: Queue, message_id: int) -> list[Ended]:
         """Look a done message up by the attempt that acked it."""
         acked = [each for each in self.attempts(queue, message_id) if each.end is AttemptEnd.ACKED]
+        at_ms = (acked[-1].ended_at_ms or 0) if acked else 0
         for exponent in range(limits.MAX_BUCKET_EXPONENT + 1) if acked else ():
-            for entry in self._done_at(queue, exponent, acked[-1].ended_at_ms or 0):
+            since = self.since(queue, State.DONE, exponent, at_ms)
+            for _, entry in takewhile(lambda each: each[1].ended_at_ms <= at_ms, since):
                 if entry.message_id == message_id:
                     return [entry]
         return []
 
-    def _done_at(self, queue: Queue, exponent: int, time_ms: int) -> Iterator[Ended]:
-        """Find the messages of a run that were done at a time: its parts lie in that order."""
-        begin, end = _run(queue.id, State.DONE, exponent)
+    def since(
+        self, queue: Queue, state: State, exponent: int, time_ms: int
+    ) -> Iterator[tuple[int, Ended]]:
+        """Find the messages of a run that ended at a time or later, with their numbers.
+
+        The parts of a run lie in the order of time.
+        """
+        begin, end = _run(queue.id, state, exponent)
         capacity = opendata.capacity(exponent)
 
-        def entries_from(number: int) -> Iterator[Ended]:
+        def entries_from(number: int) -> Iterator[tuple[int, Ended]]:
             bucket = opendata.make_id(exponent, number - number % capacity)
             key = begin[:-8] + bucket.to_bytes(8, "big") + number.to_bytes(8, "big")
             for part, record in rows_of(self._table, key, end, page=1):
-                yield from self._decode(queue, State.DONE, part, record)
+                yield from enumerate(self._decode(queue, state, part, record), sequence_of(part))
 
         def time_from(number: int) -> int:
-            return next((entry.ended_at_ms for entry in entries_from(number)), limits.MAX_OFFSET)
+            first = next(entries_from(number), None)
+            return limits.MAX_OFFSET if first is None else first[1].ended_at_ms
 
-        if first := self.first_keys.scan(begin, end, 1):
-            numbers = range(sequence_of(first[0][0]), queue.counts.next_done)
-            number = numbers.start + bisect_left(numbers, time_ms, key=time_from)
-            yield from takewhile(lambda e: e.ended_at_ms <= time_ms, entries_from(number))
+        if rows := self.first_keys.scan(begin, end, 1):
+            counts = queue.counts
+            last = counts.next_done if state is State.DONE else counts.next_failed
+            numbers = range(sequence_of(rows[0][0]), last)
+            yield from entries_from(numbers.start + bisect_left(numbers, time_ms, key=time_from))
 
     def take(self, batch: Batch, queue: Queue, state: State, entries: Sequence[Ended]) -> None:
         """Remove messages from their parts: they are live again, here or in another queue."""

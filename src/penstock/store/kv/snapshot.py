@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_left
-from collections import Counter
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
@@ -20,14 +18,12 @@ from penstock.errors import CorruptRecord, InvalidInput
 from penstock.limits import MAX_ATTEMPTS, MAX_BUCKET_EXPONENT, MAX_OFFSET
 from penstock.model import State
 from penstock.store.codec import buckets, opendata, records
-from penstock.store.codec.metadata import decode_metadata
 from penstock.store.codec.records import NO_LEASE, decode_stored_item
-from penstock.store.kv.history import sequence_of
+from penstock.store.kv.history import History, sequence_of
 from penstock.store.kv.log import MetadataLog
 from penstock.store.kv.queues import QueueTable
 from penstock.store.kv.tables import REFERENCES, Leases, pages_of
-from penstock.store.live import group_of
-from penstock.store.live.indexed_directory import DELAYED, GROUP_OF_READY, READY, past
+from penstock.store.live.indexed_directory import past
 from penstock.store.snapshot import (
     Depths,
     GroupDepths,
@@ -56,9 +52,6 @@ _IN_FLIGHT: Final = State.IN_FLIGHT.value
 # A bucket's number: its size in the highest bits, then what counts.
 _NUMBER_BITS: Final = 60
 _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
-_NEVER: Final = (MAX_OFFSET, MAX_OFFSET)
-# After the packed id of every message.
-_LAST: Final = b"\xff" * 9
 
 
 class Pinned(AbstractContextManager["Pinned"]):
@@ -134,73 +127,21 @@ class Pinned(AbstractContextManager["Pinned"]):
 
     def first_ended(self, state: State, queue: str, since_ms: int) -> tuple[int, int] | None:
         """Return sequence and time of the first message that ended at a time or later."""
-        runs = (self._first_of_run(state, keys, since_ms) for keys in self.cut(state, queue, 1))
-        return min((found for found in runs if found is not None), default=None)
-
-    def _first_of_run(self, state: State, keys: Keys, since_ms: int) -> tuple[int, int] | None:
-        """Look for it among buckets of one size: the parts in them lie in the order of time."""
-        first, last = (int.from_bytes(key[-8:], "big") for key in (keys.begin, keys.end))
-        capacity = opendata.capacity(first >> _NUMBER_BITS)
-
-        def found_from(number: int) -> tuple[int, int] | None:
-            key = _part_key(keys, number)
-            for numbers, rows in self.ended_rows(state, keys._replace(begin=key)):
-                return numbers[0], rows[0][2]
-            return None
-
-        numbers = range(first & _NUMBER_MASK, (last & _NUMBER_MASK) + capacity)
-        place = bisect_left(numbers, since_ms, key=lambda n: (found_from(n) or _NEVER)[1])
-        return found_from(numbers.start + place)
+        found = self._queues[queue]
+        runs = (
+            next(self._history.since(found, state, exponent, since_ms), None)
+            for exponent in range(MAX_BUCKET_EXPONENT + 1)
+        )
+        return min(((run[0], run[1].ended_at_ms) for run in runs if run), default=None)
 
     def groups(self, queue: str) -> Iterator[GroupDepths]:
-        """Count the live messages of each group of a queue.
+        """Count the live messages of each group of a queue."""
+        ranges = self.cut("active", queue, 1)
+        return count_groups(page for keys in ranges for page in self.live_rows(keys))
 
-        The indexed design counts those that wait by the keys of its index, and reads the record of
-        the oldest of a group alone: ids and times have one order.
-        """
-        indexed = self.identity.design == "indexed"
-        # The live messages that attempts are made from are those in flight.
-        keys = self.cut("attempts" if indexed else "active", queue, 1)
-        counted = count_groups(page for k in keys if k.live for page in self.live_rows(k))
-        if not indexed:
-            yield from counted
-            return
-        in_flight = {each.group: each.in_flight for each in counted}
-        number = self._queues[queue].number.to_bytes(4, "big")
-        ready, delayed, first = self._index_counts(number)
-        if self._queues[queue].fifo:
-            # A delayed message stands among the others too: it holds its place.
-            ready -= delayed
-        oldest = [first[group] for group in sorted(first)]
-        records = self.table("available").multi_get([number + each for each in oldest])
-        times = dict(zip(oldest, map(_published_ms, records), strict=True))
-        for packed in sorted(first):
-            group = opendata.read_terminated(packed, 0)[0].decode()
-            known, later = ready[packed], delayed[packed]
-            held = in_flight.pop(group, 0)
-            yield GroupDepths(group, known, later, held, times[first[packed]])
-        for group, held in in_flight.items():
-            yield GroupDepths(group, 0, 0, held, None)
-
-    def _index_counts(
-        self, number: bytes
-    ) -> tuple[Counter[bytes], Counter[bytes], dict[bytes, bytes]]:
-        """Count a queue's entries of the index by group, and return the first id of each group."""
-        index = self.table("visibility_index")
-        ready: Counter[bytes] = Counter()
-        delayed: Counter[bytes] = Counter()
-        first: dict[bytes, bytes] = {}
-        for key, _ in pages_of(index, READY + number, past(READY + number)):
-            group, message = key[GROUP_OF_READY], key[-8:]
-            ready[group] += 1
-            if message < first.get(group, _LAST):
-                first[group] = message
-        for key, value in pages_of(index, DELAYED + number, past(DELAYED + number)):
-            group, message = group_of(value[12:]), key[-8:]
-            delayed[group] += 1
-            if message < first.get(group, _LAST):
-                first[group] = message
-        return ready, delayed, first
+    @cached_property
+    def _history(self) -> History:
+        return History(self.table("history"), self._leave_out)
 
     @cached_property
     def _log(self) -> MetadataLog:
@@ -478,14 +419,6 @@ class _SharedTable:
     def scan_back(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         with self._pinned._lock:  # noqa: SLF001
             return self._table().scan_back(begin, end, limit)
-
-
-def _published_ms(record: bytes | None) -> int | None:
-    """Return when a waiting message was published; None if its record can't be read."""
-    try:
-        return decode_metadata(decode_stored_item(record or b"")[0]).published_at_ms
-    except CorruptRecord:
-        return None
 
 
 def _flying_row(key: bytes, record: bytes) -> tuple[LiveRow]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import CorruptRecord
 from penstock.store.codec import buckets, opendata
-from penstock.store.codec.buckets import Due, encode_head, encode_held, pack_summary
+from penstock.store.codec.buckets import encode_head, encode_held, pack_summary
 from penstock.store.codec.records import NO_LEASE
 from penstock.store.live import Item, count_attempt, group_of, lane_of, split_lane
 
@@ -160,7 +160,7 @@ class OpenBucket:
             in_flight=len(self.flight),
             oldest=self.oldest() or 0,
             late=[claim_id - self.id for _, claim_id in self.late],
-            due=Due(first >> RANK_BITS, first & _ID_MASK) if self.late else None,
+            due=(first >> RANK_BITS, first & _ID_MASK) if self.late else None,
             heads_encoded=heads.values(),
             held_encoded=[
                 encode_held(_split(group + b"\xff")[0], count) for group, count in self.held.items()

@@ -8,6 +8,7 @@ starts there. The key map is at the top of :mod:`penstock.store.live.indexed_dir
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from heapq import nsmallest
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -454,15 +455,15 @@ class IndexedActive(ActiveSet[Directory]):
 
     def _recount_held(self, batch: Batch, queue: Queue, directory: Directory) -> None:
         """Count anew what each FIFO group has in flight."""
-        counts: dict[bytes, int] = {}
+        counts: Counter[bytes] = Counter()
         for main, record in rows_of(self._in_progress, queue.number4, past(queue.number4)):
             item = self._item(queue, State.IN_FLIGHT, main, record)
             if item is not None:
-                counts[group_of(item.lane)] = counts.get(group_of(item.lane), 0) + 1
+                counts[group_of(item.lane)] += 1
         self._recount.discard(queue.number)
         for group, held in list(directory.held.items()):
             if held.count:
-                directory.unhold(batch, group, held.count - counts.get(group, 0))
+                directory.unhold(batch, group, held.count - counts[group])
 
     # --- waiting -------------------------------------------------------------------------
 

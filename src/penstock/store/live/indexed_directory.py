@@ -20,9 +20,11 @@ ids alone decide, and a delayed message stands under both: it holds its place, a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from struct import Struct
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from penstock.engines import get_each, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
@@ -39,8 +41,6 @@ DELAYED: Final = b"\x00"
 READY: Final = b"\x01"
 _LANE_AT: Final = 5
 _SLOT_BYTES: Final = 16
-# The group's part of the key of a message that can be claimed; the priority is one byte more.
-GROUP_OF_READY: Final = slice(_LANE_AT, -_SLOT_BYTES - 1)
 # After every key of a range, behind its prefix: what follows a prefix never begins with ff.
 PAST: Final = b"\xff" * (_SLOT_BYTES + 1)
 # Bounds of recent messages: some 20 MB of each kind at the very most.
@@ -53,7 +53,7 @@ RECENT_BYTES: Final = 1_024
 _LAST: Final = b"\xff"
 
 _main: Final = Struct(">IQ")
-pack_main: Final = _main.pack
+pack_main, unpack_main = _main.pack, _main.unpack
 pack_slot: Final = Struct(">QQ").pack
 _pack_timer: Final = Struct(">BIQQ").pack
 
@@ -73,12 +73,6 @@ def main_of(index_key: bytes) -> bytes:
     return index_key[1:5] + index_key[-8:]
 
 
-def unpack_main(main: bytes) -> tuple[int, int]:
-    """Return a message's queue number and id."""
-    number, message_id = _main.unpack(main)
-    return number, message_id
-
-
 def lane_of_key(index_key: bytes) -> bytes:
     """Return the lane of an entry of what can be claimed."""
     return index_key[_LANE_AT:-_SLOT_BYTES]
@@ -94,17 +88,14 @@ def past(prefix: bytes) -> bytes:
     return prefix + PAST
 
 
-class HeldGroup:
+class HeldGroup(msgspec.Struct):
     """A FIFO group that can't be claimed from, and where its lane goes on.
 
     It has ``count`` messages in flight, or (0) a head that is not visible yet.
     """
 
-    __slots__ = ("count", "lanes")
-
-    def __init__(self, count: int, lanes: dict[bytes, bytes]) -> None:
-        self.count = count
-        self.lanes = lanes
+    count: int
+    lanes: dict[bytes, bytes]
 
 
 class Directory:
@@ -254,11 +245,7 @@ class Directory:
 
     def unhold_all(self, batch: Batch, items: Iterable[Item]) -> None:
         """Count messages of any FIFO groups out of flight."""
-        counts: dict[bytes, int] = {}
-        for item in items:
-            group = group_of(item.lane)
-            counts[group] = counts.get(group, 0) + 1
-        for group, count in counts.items():
+        for group, count in Counter(group_of(item.lane) for item in items).items():
             self.unhold(batch, group, count)
 
     def _put_held(self, batch: Batch, group: bytes, count: int) -> None:
