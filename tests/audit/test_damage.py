@@ -523,7 +523,7 @@ def segment_description_is_junk(hand: Any) -> set[Any]:
 
 
 def listing_is_gone(hand: Any) -> set[Any]:
-    key, _ = hand.rows("log", opendata.listing_prefix(1))[0]
+    key, _ = hand.rows("log", opendata.listing_key(1, b""))[0]
     hand.delete("log", key)
     return {(Kind.MISSING_ENTRY, "log", key)}
 

@@ -29,7 +29,7 @@ KEY = st.one_of(
         (log.SEGMENT_META_PREFIX, "03 01 00 00 00 00 30"),
         (log.segment_meta_key(258), "03 01 00 00 00 00 30 00 00 01 02"),
         (log.listing_key(1, b"k\x00"), "03 01 00 00 00 01 40 6b 00"),
-        (log.listing_prefix(1), "03 01 00 00 00 01 40"),
+        (log.listing_key(1, b""), "03 01 00 00 00 01 40"),
     ],
 )
 def test_keys(key: bytes, expected: str) -> None:

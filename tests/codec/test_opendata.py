@@ -33,7 +33,6 @@ SEVEN = "00 00 00 00 00 00 00 07"
         (od.PAYLOAD, "01 01"),
         (od.ACTIVE.prefix(b"orders"), f"02 02 {ORDERS} 00"),
         (od.DONE.prefix(b"orders"), f"02 03 {ORDERS} 00"),
-        (od.DONE.prefix(b"orders", BUCKET), f"02 03 {ORDERS} 00 {TWENTY}"),
         (od.FAILED.prefix(b"orders"), f"02 04 {ORDERS} 00"),
         (od.FAILED.prefix(b"orders", BUCKET), f"02 04 {ORDERS} 00 {TWENTY}"),
         (od.ATTEMPTS.prefix(b"orders"), f"02 05 {ORDERS} 00"),

@@ -260,10 +260,9 @@ class QueueKeys:
         """Key of one record."""
         return self.head + terminated(queue) + self._fields.pack(*numbers)
 
-    def prefix(self, queue: bytes, number: int | None = None) -> bytes:
-        """Prefix of the keys of a queue, or of those of one bucket or message in it."""
-        prefix = self.head + terminated(queue)
-        return prefix if number is None else prefix + number.to_bytes(8, "big")
+    def prefix(self, queue: bytes) -> bytes:
+        """Prefix of the keys of a queue."""
+        return self.head + terminated(queue)
 
     def parse(self, key: bytes) -> tuple[Any, ...]:
         """Give the queue and the numbers of a key."""
@@ -333,12 +332,7 @@ def decode_segment_meta(buf: bytes) -> tuple[int, int]:
 
 def listing_key(segment: int, key: bytes) -> bytes:
     """Key that says that a segment holds entries of ``key``."""
-    return listing_prefix(segment) + key
-
-
-def listing_prefix(segment: int) -> bytes:
-    """Prefix of the listing of a segment's keys."""
-    return _LOG_HEAD.pack(_LOG, segment, _LISTING)
+    return _LOG_HEAD.pack(_LOG, segment, _LISTING) + key
 
 
 def parse_listing_key(key: bytes) -> tuple[int, bytes]:

@@ -170,7 +170,7 @@ class History:
 
     def attempts(self, queue: Queue, message_id: int) -> list[Attempt]:
         """Read the ended attempts of a message."""
-        prefix = opendata.ATTEMPTS.prefix(queue.id, message_id)
+        prefix = queue.attempts_prefix + message_id.to_bytes(8, "big")
         found = []
         for key, record in rows_of(self._table, prefix, prefix + b"\xff\xff\xff"):
             try:

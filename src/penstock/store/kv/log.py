@@ -67,11 +67,11 @@ class SeqBlocks:
     The record of a new block goes into the batch that first uses it. ``next`` is handed out next.
     """
 
-    def __init__(self, table: Table, key: bytes, *, first: int) -> None:
+    def __init__(self, table: Table, key: bytes) -> None:
         self._table = table
         self._key = key
         record = table.get(key)
-        base, size = (first, 0) if record is None else decode_seq_block(record)
+        base, size = (1, 0) if record is None else decode_seq_block(record)
         self.next = self.end = base + size
 
     def allocate(self, batch: Batch, count: int) -> int:
@@ -93,7 +93,7 @@ class MetadataLog:
         self._instance_id = instance_id
         self._quarantine = quarantine
         self.first_keys = FirstKeys(table)
-        self.ids = SeqBlocks(table, opendata.SEQ_BLOCK_KEY, first=1)
+        self.ids = SeqBlocks(table, opendata.SEQ_BLOCK_KEY)
         # The turn of the logs to get messages without a group; a store that is opened for one
         # publish each time begins at another log each time.
         self._turn = crc32(self.ids.next.to_bytes(8, "big"))

@@ -8,7 +8,7 @@ closed in between notes such queues when it is opened.
 from __future__ import annotations
 
 import logging
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -279,10 +279,7 @@ class PublishVerbs(Core):
         """
         total = 0
         states = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT) if queue.spec.max_bytes else ()
-        for state in states:
-            after: bytes | None = b""
-            while after is not None:
-                items, after = self.active.page(queue, state, after, DROP_MESSAGES)
-                heads = decode_heads([item.metadata for item in items])
-                total += sum(head.size for head in heads if head is not None)
+        for items in chain.from_iterable(self.live_pages(queue, state) for state in states):
+            heads = decode_heads([item.metadata for item in items])
+            total += sum(head.size for head in heads if head is not None)
         queue.counts.live_bytes = total

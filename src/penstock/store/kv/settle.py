@@ -224,11 +224,8 @@ class SettleVerbs(Core):
         """Find the messages of a lease whose record was lost, by looking at all in flight."""
         holdings = []
         for queue in self.by_name.values():
-            items: list[Item] = []
-            after: bytes | None = b""
-            while after is not None:
-                page, after = self.active.page(queue, State.IN_FLIGHT, after, 1_000)
-                items += [item for item in page if item.lease == name]
+            pages = self.live_pages(queue, State.IN_FLIGHT)
+            items = [item for page in pages for item in page if item.lease == name]
             if items:
                 keys = [item.key.to_bytes(8, "big") for item in items]
                 lease = LeaseRecord(keys, 0, b"", 0, queue.number, "")

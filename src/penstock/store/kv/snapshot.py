@@ -273,23 +273,14 @@ class Pinned(AbstractContextManager["Pinned"]):
 
     def _bucket_rows(self, _key: bytes, record: bytes) -> list[LiveRow]:
         available, flying = buckets.decode_active(record)
-        rows: list[LiveRow] = [
-            (
-                e.message_id,
-                self._waiting(e.visible_at),
-                e.attempts,
-                e.visible_at,
-                NO_LEASE,
-                e.metadata,
-                e.forgiven,
-            )
-            for e, _ in available
+        found: list[tuple[buckets.Available | buckets.InFlight, str, bytes]] = [
+            *((each, self._waiting(each.visible_at), NO_LEASE) for each, _ in available),
+            *((each, _IN_FLIGHT, each.lease) for each, _ in flying),
         ]
-        rows += [
-            (e.message_id, _IN_FLIGHT, e.attempts, e.visible_at, e.lease, e.metadata, e.forgiven)
-            for e, _ in flying
+        return [
+            (e.message_id, state, e.attempts, e.visible_at, lease, e.metadata, e.forgiven)
+            for e, state, lease in found
         ]
-        return rows
 
     def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
         """Return the lease of each live message; None: no lease holds it, or it can't be read."""

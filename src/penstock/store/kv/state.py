@@ -47,7 +47,7 @@ from penstock.store.kv.tables import Dedup, DueHeap, FirstKeys, Leases, Payloads
 from penstock.store.live import make_active_set
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.engines import Batch, Engine
     from penstock.store.kv.history import Ended
@@ -235,7 +235,7 @@ class Core:
         self.log = MetadataLog(
             engine.table("log"), f"{self.identity.store_id:08x}", self.quarantine
         )
-        self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue", first=1)
+        self.queue_numbers = SeqBlocks(self.system, b"\x02\x0cqueue")
         self._unclaimed = engine.table("unclaimed")
         self.first_unclaimed = FirstKeys(self._unclaimed)
         # The last changes as (version, offset from which on): a page that was read before is judged
@@ -333,6 +333,13 @@ class Core:
         if state in {State.DONE, State.FAILED}:
             return self.history.page(queue, state, after, limit, whole_parts=whole_parts)
         return self.active.page(queue, state, after, limit)
+
+    def live_pages(self, queue: Queue, state: State) -> Iterator[list[Item]]:
+        """Read all messages of a queue that wait or are in flight, a page at a time."""
+        after: bytes | None = b""
+        while after is not None:
+            items, after = self.active.page(queue, state, after, 1_000)
+            yield items
 
     def time_floor_ms(self) -> int:
         """Return the latest time that this store has seen."""

@@ -215,17 +215,9 @@ class OpenBucket:
         group, priority = _split(lane)
         item.lease = NO_LEASE
         self.waiting[claim_id] = item
-        fields = (
-            message_id,
-            claim_id,
-            item.attempts,
-            item.metadata,
-            visible_at_ms,
-            item.forgiven,
-            priority,
-            group,
-        )
-        self._waiting_bytes[claim_id] = buckets.encode_available(_new(buckets.Available, fields))
+        shared = (item.attempts, item.metadata, visible_at_ms, item.forgiven, priority, group)
+        entry = _new(buckets.Available, (message_id, claim_id, *shared))
+        self._waiting_bytes[claim_id] = buckets.encode_available(entry)
         if self._oldest is None or message_id < self._oldest:
             self._oldest = message_id
         if late:
@@ -279,20 +271,10 @@ class OpenBucket:
             item.lease = lease
             self._oldest_is_gone |= item.message_id == self._oldest
             flight[claim_id] = item
-            fields = (
-                item.message_id,
-                claim_id,
-                now_ms,
-                deadline_ms,
-                item.attempts,
-                item.metadata,
-                item.visible_at_ms,
-                item.forgiven,
-                priority,
-                group,
-                lease,
-            )
-            flight_bytes[claim_id] = buckets.encode_in_flight(_new(buckets.InFlight, fields))
+            times = (item.message_id, claim_id, now_ms, deadline_ms, item.attempts)
+            shared = (item.metadata, item.visible_at_ms, item.forgiven, priority, group)
+            entry = _new(buckets.InFlight, (*times, *shared, lease))
+            flight_bytes[claim_id] = buckets.encode_in_flight(entry)
             taken.append(item)
         self._cut(lane, 0, count)
         self._hold(lane, count)
