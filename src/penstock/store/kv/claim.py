@@ -12,7 +12,7 @@ from penstock import limits
 from penstock.engines import get_each
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import LeaseRequest
-from penstock.store.codec.claimed import ClaimedMessages, StoredRow
+from penstock.store.codec.claimed import ClaimedMessages
 from penstock.store.codec.metadata import decode_heads, decode_metadata
 from penstock.store.codec.opendata import PAYLOAD
 from penstock.store.kv.maintain import MaintainVerbs
@@ -42,14 +42,10 @@ class _Claim(msgspec.Struct):
 
     want: LeaseRequest
     lease: bytes
-    deadline_ms: int
+    answer: ClaimedMessages
+    keys: list[bytes] = []
     size: int = 0
     full: bool = False
-    token: str = ""
-    keys: list[bytes] = []
-    rows: list[StoredRow] = []
-    # Since when its first message could be claimed.
-    visible_at_ms: int = 0
 
 
 class ClaimVerbs(MaintainVerbs):
@@ -97,46 +93,35 @@ class ClaimVerbs(MaintainVerbs):
     ) -> tuple[list[ClaimedMessages], list[StoreDamaged]]:
         """Take messages; return them, and why some messages were passed over."""
         batch = self.begin()
-        claims = [
+        claims, answers = [], []
+        for want in wants:
             # The last two bytes number the splits of a lease.
-            _Claim(
-                want,
-                lease := want.lease[:14] + b"\0\0",
-                now_ms + want.lease_ms,
-                token=lease_token(self.identity.store_id, queue.number, lease),
-            )
-            for want in wants
-        ]
+            lease = want.lease[:14] + b"\0\0"
+            token = lease_token(self.identity.store_id, queue.number, lease)
+            answer = ClaimedMessages(queue.name, token, now_ms + want.lease_ms)
+            claims.append(_Claim(want, lease, answer))
+            answers.append(answer)
         if queue.fifo:
             # A group of a FIFO queue is in one lease at a time, so claims can't share a scan.
             for claim in claims:
                 self._take(batch, queue, (claim,), now_ms)
         else:
             self._take(batch, queue, claims, now_ms)
-        answers = []
         taken = 0
         for claim in claims:
-            answer = ClaimedMessages(queue.name, claim.token, claim.deadline_ms, claim.rows)
-            answers.append(answer)
-            if claim.rows:
-                answer.waited_ms = max(0, now_ms - claim.visible_at_ms)
-                taken += len(claim.rows)
+            if claim.keys:
+                taken += len(claim.keys)
+                deadline_ms, consumer = claim.answer.deadline_ms, claim.want.consumer
                 self.leases.put(
-                    batch,
-                    claim.lease,
-                    claim.keys,
-                    claim.deadline_ms,
-                    now_ms,
-                    queue.number,
-                    claim.want.consumer,
+                    batch, claim.lease, claim.keys, deadline_ms, now_ms, queue.number, consumer
                 )
         queue.counts.claimed_total += taken
         if taken or len(batch) or self.has_aside:
             self.commit(batch, (queue,), now_ms)
         if life.level:
             for claim in claims:
-                ids = [row[0] for row in claim.rows]
-                log_step("claim", queue.name, ids, claim.token, claim.want.consumer)
+                ids = [row[0] for row in claim.answer.rows]
+                log_step("claim", queue.name, ids, claim.answer.token, claim.want.consumer)
         return answers, self.take_unread(queue) if self.active.unread else []
 
     def _take(self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
@@ -147,9 +132,9 @@ class ClaimVerbs(MaintainVerbs):
             grants = []
             for claim in claims:
                 if not claim.full:
-                    wanted = claim.want.limit - len(claim.rows)
+                    wanted = claim.want.limit - len(claim.keys)
                     room += wanted
-                    grants.append(repeat((claim.lease, claim.deadline_ms), wanted))
+                    grants.append(repeat((claim.lease, claim.answer.deadline_ms), wanted))
             if not room:
                 return
             taken = active.take(batch, queue, room, chain.from_iterable(grants), now_ms)
@@ -174,26 +159,22 @@ class ClaimVerbs(MaintainVerbs):
         now_ms: int,
     ) -> Sequence[tuple[Item, Head | Metadata | None]]:
         """Put back what is too much for one answer, before any payload is read; give the rest."""
+        sizes = [0 if metadata is None else metadata.size for metadata in found]
         together = 0
-        for metadata in found:
-            if metadata is not None:
-                together += metadata.size
         for claim in claims:
             together += claim.size
         pairs = list(zip(taken, found, strict=True))
-        if together < limits.MAX_CLAIM_BYTES:
+        if together + sum(sizes) < limits.MAX_CLAIM_BYTES:
             return pairs
-        together = sum(claim.size for claim in claims)
         by_lease = {claim.lease: claim for claim in claims}
         kept, excess = [], []
-        for item, metadata in pairs:
-            claim = by_lease[item.lease]
+        for pair, size in zip(pairs, sizes, strict=True):
+            claim = by_lease[pair[0].lease]
             if claim.full or together >= limits.MAX_JOINT_CLAIM_BYTES:
                 claim.full = True
-                excess.append(item)
+                excess.append(pair[0])
             else:
-                size = 0 if metadata is None else metadata.size
-                kept.append((item, metadata))
+                kept.append(pair)
                 together += size
                 claim.size += size
                 claim.full = claim.size >= limits.MAX_CLAIM_BYTES
@@ -243,14 +224,14 @@ class ClaimVerbs(MaintainVerbs):
             # Items come in the order of the grants.
             while claim is None or claim.lease != item.lease:
                 claim = next(turns)
-                if not claim.rows:
-                    claim.visible_at_ms = item.visible_at_ms
             if metadata is None or payload is None:
                 self._set_aside(queue, item, payload)
                 broken.append(item)
                 continue
             row = (item.message_id, item.key, item.attempts, item.metadata, payload)
-            claim.rows.append(row)
+            if not claim.keys:
+                claim.answer.waited_ms = max(0, now_ms - item.visible_at_ms)
+            claim.answer.rows.append(row)
             claim.keys.append(item.key.to_bytes(8, "big"))
         if unread:
             self._untake(batch, queue, [*unread, *behind], now_ms)

@@ -124,23 +124,22 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
             entries, further = self.history.page(
                 queue, State.FAILED, after, STEP_MESSAGES, whole_parts=True
             )
-        chosen: list[Ended] = []
-        items: list[Item] = []
-        sizes: list[int] = []
-        for e in entries:
-            m = read_metadata(e.metadata)
-            if m is not None and (where is None or where(m)):
-                lane = lane_of(m.group, m.priority)
-                chosen.append(e)
-                sizes.append(m.size)
-                items.append(
-                    Item(e.key, e.message_id, lane, e.attempts, e.attempts, now_ms, e.metadata)
-                )
+        chosen = [
+            (entry, metadata)
+            for entry in entries
+            if (metadata := read_metadata(entry.metadata)) is not None
+            and (where is None or where(metadata))
+        ]
+        items = [
+            Item(e.key, e.message_id, lane_of(m.group, m.priority), e.attempts, e.attempts, now_ms,
+                 e.metadata)
+            for e, m in chosen
+        ]  # fmt: skip
         if items:
             if queue.name in self.limited:
-                self.check_room(queue, len(items), sum(sizes))
+                self.check_room(queue, len(items), sum(m.size for _, m in chosen))
             batch = self.begin()
-            self.history.take(batch, queue, State.FAILED, chosen)
+            self.history.take(batch, queue, State.FAILED, [entry for entry, _ in chosen])
             self.active.add(batch, queue, items, now_ms)
             self.note_unclaimed(batch, queue, items)
             queue.counts.redriven_total += len(items)
