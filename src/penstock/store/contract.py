@@ -351,12 +351,7 @@ class LogStore(Protocol):
         """Return an offset at or before the first message of that time."""
 
     def configure_log(
-        self,
-        logs: int | None,
-        retention_ms: int | None,
-        now_ms: int,
-        *,
-        routing: str | None = None,
+        self, logs: int | None, retention_ms: int | None, now_ms: int, *, routing: str | None = None
     ) -> None:
         """Change the number of logs, how long they are kept, or who routes from here on.
 

@@ -13,13 +13,7 @@ from zlib import crc32
 
 import msgspec
 
-from penstock.errors import (
-    CorruptRecord,
-    InvalidInput,
-    InvalidQueue,
-    LimitReached,
-    StoreMismatch,
-)
+from penstock.errors import CorruptRecord, InvalidInput, InvalidQueue, LimitReached, StoreMismatch
 from penstock.filters import parse
 from penstock.limits import MAX_ATTEMPTS, MAX_COVERAGE_STRETCHES
 from penstock.model import LogRecord, Overflow

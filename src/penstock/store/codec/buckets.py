@@ -41,14 +41,7 @@ from struct import error as struct_error
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from penstock.errors import CorruptRecord
-from penstock.store.codec.opendata import (
-    broken,
-    check_end,
-    pack_count,
-    read_count,
-    read_utf8,
-    utf8,
-)
+from penstock.store.codec.opendata import broken, check_end, pack_count, read_count, read_utf8, utf8
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -150,9 +143,7 @@ def pack_active(available_encoded: Sequence[bytes], in_flight_encoded: Sequence[
     )
 
 
-def decode_active(
-    buf: bytes,
-) -> tuple[list[tuple[Available, bytes]], list[tuple[InFlight, bytes]]]:
+def decode_active(buf: bytes) -> tuple[list[tuple[Available, bytes]], list[tuple[InFlight, bytes]]]:
     """Give the available and the in-flight messages of a bucket, each with its own bytes."""
     # A length that reaches past the end is met by the next read, or by the check of the end.
     available, pos = _read_entries(buf, 0, Available, _AVAILABLE, 0)

@@ -67,14 +67,7 @@ import msgspec
 from penstock.errors import CorruptRecord
 from penstock.limits import MAX_BUCKET_EXPONENT
 from penstock.model import Overflow, QueueSpec
-from penstock.store.codec.opendata import (
-    MAX_U32,
-    broken,
-    check_end,
-    pack_count,
-    read_count,
-    utf8,
-)
+from penstock.store.codec.opendata import MAX_U32, broken, check_end, pack_count, read_count, utf8
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

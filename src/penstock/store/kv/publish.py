@@ -159,13 +159,7 @@ class PublishVerbs(Core):
         return touched
 
     def enqueue(
-        self,
-        batch: Batch,
-        queue: Queue,
-        items: Sequence[Item],
-        now_ms: int,
-        *,
-        late: bool = False,
+        self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int, *, late: bool = False
     ) -> None:
         """Put messages into one queue; ``late`` if they may have been published before now."""
         delay_ms = queue.spec.delay_ms

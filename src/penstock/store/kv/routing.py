@@ -210,12 +210,7 @@ class RoutingVerbs(PublishVerbs):
 
     @verb
     def configure_log(
-        self,
-        logs: int | None,
-        retention_ms: int | None,
-        now_ms: int,
-        *,
-        routing: str | None = None,
+        self, logs: int | None, retention_ms: int | None, now_ms: int, *, routing: str | None = None
     ) -> None:
         """Change the number of logs, how long they are kept, or who routes from here on."""
         if routing == self.identity.routing:

@@ -24,14 +24,7 @@ from penstock.store.kv.log import MetadataLog
 from penstock.store.kv.queues import QueueTable
 from penstock.store.kv.tables import REFERENCES, Leases, pages_of
 from penstock.store.live.indexed_directory import past
-from penstock.store.snapshot import (
-    Depths,
-    GroupDepths,
-    Keys,
-    LeaseHolder,
-    count_groups,
-    cut_range,
-)
+from penstock.store.snapshot import Depths, GroupDepths, Keys, LeaseHolder, count_groups, cut_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

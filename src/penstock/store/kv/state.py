@@ -142,13 +142,7 @@ class Core:
     """The parts of a store, its queues, and the one way to commit. Subclasses add the verbs."""
 
     def __init__(
-        self,
-        engine: Engine,
-        design: str,
-        *,
-        store_id: int,
-        routing: str | None,
-        now_ms: int,
+        self, engine: Engine, design: str, *, store_id: int, routing: str | None, now_ms: int
     ) -> None:
         self.engine = engine
         self.durable_on_commit = engine.durable_on_commit

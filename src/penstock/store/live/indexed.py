@@ -20,14 +20,7 @@ from penstock.limits import MAX_ATTEMPTS
 from penstock.model import State
 from penstock.store.codec.records import NO_LEASE, item_head, with_lease
 from penstock.store.kv.tables import FirstKeys
-from penstock.store.live import (
-    MOST_HEADS,
-    MOST_LANES,
-    ActiveSet,
-    Item,
-    count_attempt,
-    group_of,
-)
+from penstock.store.live import MOST_HEADS, MOST_LANES, ActiveSet, Item, count_attempt, group_of
 from penstock.store.live.indexed_directory import (
     DELAYED,
     PAST,
