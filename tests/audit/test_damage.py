@@ -41,7 +41,7 @@ def attempts_of(hand: Any, name: str, message_ids: list[int]) -> set[Any]:
     rows = [
         key
         for message_id in message_ids
-        for key, _ in hand.rows("history", opendata.ATTEMPTS.prefix(name.encode(), message_id))
+        for key, _ in hand.rows("history", opendata.ATTEMPTS.key(name.encode(), message_id, 0)[:-2])
     ]
     assert rows
     return {(Kind.ORPHAN_ATTEMPT, "history", key) for key in rows}

@@ -60,12 +60,12 @@ VALUES = {
     "done": Case(
         partial(rec.decode_ended, failed=False),
         partial(rec.encode_ended, failed=False),
-        rec.encode_ended([rec.EndedRecord(1, CLAIM, 2, 3, b"meta")] * 2, failed=False),
+        rec.encode_ended([rec.Ended(1, CLAIM, 2, 3, b"meta")] * 2, failed=False),
     ),
     "failed": Case(
         partial(rec.decode_ended, failed=True),
         partial(rec.encode_ended, failed=True),
-        rec.encode_ended([rec.EndedRecord(1, CLAIM, 2, 3, b"meta", "wäs")] * 2, failed=True),
+        rec.encode_ended([rec.Ended(1, CLAIM, 2, 3, b"meta", "wäs")] * 2, failed=True),
     ),
     "attempt": Case(
         rec.decode_attempt,

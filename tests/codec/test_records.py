@@ -39,8 +39,8 @@ IN_FLIGHT = st.builds(
     TEXT,
     st.binary(min_size=16, max_size=16),
 )
-DONE = st.builds(rec.EndedRecord, U64, U64, I64, U16, META, st.just(""))
-FAILED = st.builds(rec.EndedRecord, U64, U64, I64, U16, META, TEXT)
+DONE = st.builds(rec.Ended, U64, U64, I64, U16, META, st.just(""), st.just(b""))
+FAILED = st.builds(rec.Ended, U64, U64, I64, U16, META, TEXT, st.just(b""))
 ATTEMPT = st.builds(rec.AttemptRecord, I64, TEXT, I64, U8, TEXT)
 I64_OR_MORE = st.integers(-(2**63), 2**64 - 1)
 SPEC = st.builds(
@@ -90,17 +90,17 @@ def test_active() -> None:
 
 def test_done() -> None:
     value = bytes.fromhex(f"01 00 {ID} {CLAIM_HEX} 09 00 00 00 00 00 00 00 02 00 {HI}")
-    assert rec.encode_ended([rec.EndedRecord(7, CLAIM, 9, 2, b"hi")], failed=False) == value
-    assert rec.decode_ended(value, failed=False) == [rec.EndedRecord(7, CLAIM, 9, 2, b"hi")]
+    assert rec.encode_ended([rec.Ended(7, CLAIM, 9, 2, b"hi")], failed=False) == value
+    assert rec.decode_ended(value, failed=False) == [rec.Ended(7, CLAIM, 9, 2, b"hi")]
 
 
 def test_failed() -> None:
     value = bytes.fromhex(
         f"01 00 {ID} {CLAIM_HEX} 09 00 00 00 00 00 00 00 02 00 {HI} 03 00 77 68 79"
     )
-    assert rec.encode_ended([rec.EndedRecord(7, CLAIM, 9, 2, b"hi", "why")], failed=True) == value
-    assert rec.decode_ended(value, failed=True) == [rec.EndedRecord(7, CLAIM, 9, 2, b"hi", "why")]
-    assert isinstance(rec.decode_ended(value, failed=True)[0], rec.EndedRecord)
+    assert rec.encode_ended([rec.Ended(7, CLAIM, 9, 2, b"hi", "why")], failed=True) == value
+    assert rec.decode_ended(value, failed=True) == [rec.Ended(7, CLAIM, 9, 2, b"hi", "why")]
+    assert isinstance(rec.decode_ended(value, failed=True)[0], rec.Ended)
 
 
 def test_attempt() -> None:
@@ -208,8 +208,8 @@ def test_active_round_trip(available: list[bkt.Available], in_flight: list[bkt.I
     ATTEMPT,
 )
 def test_history_round_trip(
-    done: list[rec.EndedRecord],
-    failed: list[rec.EndedRecord],
+    done: list[rec.Ended],
+    failed: list[rec.Ended],
     attempt: rec.AttemptRecord,
 ) -> None:
     assert rec.decode_ended(rec.encode_ended(done, failed=False), failed=False) == done
@@ -223,7 +223,7 @@ def test_queue_spec_round_trip(spec: QueueSpec, number: int) -> None:
 
 
 def test_an_array_holds_65535() -> None:
-    done = rec.EndedRecord(0, 0, 0, 0, b"")
+    done = rec.Ended(0, 0, 0, 0, b"")
     assert rec.encode_ended([done] * 65_535, failed=False)[:2] == b"\xff\xff"
     too_long: list[Callable[[], bytes]] = [
         lambda: rec.encode_ended([done] * 65_536, failed=False),

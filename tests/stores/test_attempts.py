@@ -25,7 +25,7 @@ def tried(broker: Broker, attempts: int) -> None:
     ((entry,), _) = core.history.page(queue, State.FAILED, b"", 9)
     table = core.engine.table("history")
     batch = core.engine.batch()
-    failed = records.EndedRecord(*entry[:-1])._replace(attempts=attempts)
+    failed = entry._replace(attempts=attempts)
     batch.put(entry.part, records.encode_ended([failed], failed=True), table.family)
     key = opendata.ATTEMPTS.prefix(queue.id) + (entry.message_id << 16 | 1).to_bytes(10, "big")
     last = opendata.ATTEMPTS.prefix(queue.id) + (entry.message_id << 16 | attempts).to_bytes(

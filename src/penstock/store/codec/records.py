@@ -60,7 +60,7 @@ from __future__ import annotations
 
 from struct import Struct
 from struct import error as struct_error
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -75,15 +75,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class EndedRecord(NamedTuple):
-    """A done or a failed message; a failed one has the reason of its last attempt."""
+class Ended(NamedTuple):
+    """A done or a failed message, which has the reason of its last attempt; its part's key."""
 
     message_id: int
-    claim_id: int
-    ended_at: int
+    key: int
+    ended_at_ms: int
     attempts: int
     metadata: bytes
     reason: str = ""
+    part: bytes = b""
 
 
 class AttemptRecord(NamedTuple):
@@ -157,21 +158,20 @@ def unpack(record: bytes, kind: type[T], name: str, version: bytes = b"") -> T:
 # --- history and specs ------------------------------------------------------------------------
 
 
-def encode_ended(
-    entries: Sequence[tuple[int, int, int, int, bytes, str]], *, failed: bool
-) -> bytes:
+def encode_ended(entries: Sequence[tuple[Any, ...]], *, failed: bool) -> bytes:
     """Encode done messages, or failed ones, which have reasons."""
     parts = [pack_count(len(entries), "failed" if failed else "done")]
-    for message_id, claim_id, ended_at, attempts, metadata, reason in entries:
-        parts += (_SETTLED.pack(message_id, claim_id, ended_at, attempts, len(metadata)), metadata)
+    for entry in entries:
+        message_id, key, ended_at_ms, attempts, metadata, reason = entry[:6]
+        parts += (_SETTLED.pack(message_id, key, ended_at_ms, attempts, len(metadata)), metadata)
         if failed:
             parts.append(utf8(reason))
     return b"".join(parts)
 
 
-def decode_ended(buf: bytes, *, failed: bool) -> list[EndedRecord]:
-    """Decode done messages, or failed ones."""
-    return [_new(EndedRecord, fields) for fields in ended_fields(buf, failed=failed)]
+def decode_ended(buf: bytes, *, failed: bool, part: bytes = b"") -> list[Ended]:
+    """Decode done messages, or failed ones, of a part."""
+    return [_new(Ended, (*fields, part)) for fields in ended_fields(buf, failed=failed)]
 
 
 def ended_fields(buf: bytes, *, failed: bool) -> list[tuple[int, int, int, int, bytes, str]]:

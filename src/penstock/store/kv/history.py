@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from functools import lru_cache
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock import limits
 from penstock.engines import rows_of
@@ -30,6 +30,7 @@ from penstock.model import Attempt, AttemptEnd, State
 from penstock.store.codec import opendata
 from penstock.store.codec.records import (
     AttemptRecord,
+    Ended,
     decode_attempt,
     decode_ended,
     encode_attempt,
@@ -54,18 +55,6 @@ _INDEX_BYTES: Final = 2
 _KEYS: Final = {State.DONE: opendata.DONE, State.FAILED: opendata.FAILED}
 # Parts read at a time: each may hold many messages.
 _PAGE: Final = 64
-
-
-class Ended(NamedTuple):
-    """A message in history, and the key of the part that it is in."""
-
-    message_id: int
-    key: int
-    ended_at_ms: int
-    attempts: int
-    metadata: bytes
-    reason: str
-    part: bytes
 
 
 class History:
@@ -276,8 +265,7 @@ class History:
             if part not in rests:
                 batch.delete(part, family)
             for key, run in rests.items():
-                rest = [entry[:-1] for entry in run]
-                batch.put(key, encode_ended(rest, failed=failed), family)
+                batch.put(key, encode_ended(run, failed=failed), family)
                 for entry in run if failed and key != part else ():
                     batch.put(_FAILED_INDEX.key(queue.id, entry.message_id), key, family)
         self._forget_ended(batch, queue, state, entries)
@@ -425,8 +413,7 @@ class History:
 
     def _decode(self, queue: Queue, state: State, key: bytes, record: bytes) -> list[Ended]:
         try:
-            entries = decode_ended(record, failed=state is State.FAILED)
-            return [Ended(*entry, key) for entry in entries]
+            return decode_ended(record, failed=state is State.FAILED, part=key)
         except CorruptRecord as error:
             if self._quarantine("history", key, record, f"queue {queue.name}: {error}"):
                 self._recount(queue, state)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.engines import Batch
     from penstock.model import QueueSpec
-    from penstock.store.kv.history import Ended
+    from penstock.store.codec.records import Ended
     from penstock.store.live import Item
 
 T = TypeVar("T")

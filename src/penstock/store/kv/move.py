@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.errors import StoreDamaged
     from penstock.filters import Filter
     from penstock.store.codec.metadata import Metadata
-    from penstock.store.kv.history import Ended
+    from penstock.store.codec.records import Ended
     from penstock.store.kv.queues import Queue
 
 # A budget for verbs that must see everything that is due.

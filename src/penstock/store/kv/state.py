@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.engines import Batch, Engine
-    from penstock.store.kv.history import Ended
+    from penstock.store.codec.records import Ended
     from penstock.store.live import Item
 
 log = logging.getLogger(__name__)

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from penstock.errors import PenstockError
     from penstock.model import QueueSpec
     from penstock.store.check_report import AuditReport
-    from penstock.store.codec.records import LeaseRecord
-    from penstock.store.kv.history import Ended
+    from penstock.store.codec.records import Ended, LeaseRecord
     from penstock.store.kv.queues import Queue
     from penstock.store.kv.snapshot import Pinned
 
