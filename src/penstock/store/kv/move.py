@@ -136,8 +136,7 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
             for e, m in chosen
         ]  # fmt: skip
         if items:
-            if queue.name in self.limited:
-                self.check_room(queue, len(items), sum(m.size for _, m in chosen))
+            self.check_room(queue, len(items), sum(m.size for _, m in chosen))
             batch = self.begin()
             self.history.take(batch, queue, State.FAILED, [entry for entry, _ in chosen])
             self.active.add(batch, queue, items, now_ms)
@@ -250,7 +249,7 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
     ) -> None:
         live, ended = self._present(to, leaving, compiled)
         arriving = [each for each in leaving if each[0].message_id not in live]
-        if to.name in self.limited and not dead:
+        if not dead:
             self.check_room(to, len(arriving), sum(metadata.size for _, metadata in arriving))
         batch = self.begin()
         items = [origin for origin, _ in leaving if isinstance(origin, Item)]

@@ -8,6 +8,7 @@ closed in between notes such queues when it is opened.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
@@ -132,22 +133,18 @@ class PublishVerbs(Core):
         late: bool = False,
     ) -> list[Queue]:
         """Enqueue new messages and set their reference counts; return the queues touched."""
-        per_queue: dict[str, list[Item]] = {}
+        per_queue: defaultdict[str, list[Item]] = defaultdict(list)
         unrouted: list[int] = []
         for message, names in zip(messages, routes, strict=True):
             if len(names) == 1:
-                items = per_queue.get(names[0])
-                if items is None:
-                    per_queue[names[0]] = [message]
-                else:
-                    items.append(message)
+                per_queue[names[0]].append(message)
                 continue
             self.payloads.refer(batch, message.message_id, len(names))
             if not names:
                 unrouted.append(message.message_id)
             for name in names:
                 # Each queue has an item of its own: key, state and times differ between them.
-                per_queue.setdefault(name, []).append(msgspec.structs.replace(message))
+                per_queue[name].append(msgspec.structs.replace(message))
         if unrouted:
             self.log.note_unrouted(batch, unrouted)
             self.totals.unrouted += len(unrouted)
@@ -211,7 +208,7 @@ class PublishVerbs(Core):
             self.check_room(self.by_name[name], len(sizes), sum(sizes))
 
     def check_room(self, queue: Queue, messages: int, message_bytes: int) -> None:
-        """Refuse messages that a queue has no room for."""
+        """Refuse messages that a queue with limits has no room for."""
         policy.check_room(queue.spec, *queue.counts.load, messages, message_bytes)
 
     @verb

@@ -68,9 +68,8 @@ class RoutingVerbs(PublishVerbs):
     def cursor(self, log: int) -> int:
         """Return a log's cursor: where its tailer goes on."""
         policy.check_log(log, self.log.all_logs)
-        record = self.system.get(_cursor_key(log))
-        stored = 0 if record is None else int.from_bytes(record, "big")
-        return max(stored, self.log.earliest)
+        record = self.system.get(_cursor_key(log)) or b""
+        return max(int.from_bytes(record, "big"), self.log.earliest)
 
     def routed_up_to(self) -> int:
         """Return the offset below which every message has been routed."""
@@ -150,8 +149,7 @@ class RoutingVerbs(PublishVerbs):
 
     def epoch(self) -> int:
         """Return the epoch of the pipeline that may assign."""
-        record = self.system.get(_EPOCH)
-        return 0 if record is None else int.from_bytes(record, "big")
+        return int.from_bytes(self.system.get(_EPOCH) or b"", "big")
 
     @verb
     def take_epoch(self, now_ms: int) -> int:
@@ -325,9 +323,8 @@ class RoutingVerbs(PublishVerbs):
         # Coverage does not know of messages that a move has brought in.
         moved = self.history.marks(queue, [item.message_id for item in items])
         items = [item for item in items if item.message_id not in moved]
-        if queue.name in self.limited:
-            sizes_of = decode_heads([item.metadata for item in items])
-            self.check_room(queue, len(items), sum(head.size for head in sizes_of if head))
+        heads = decode_heads([item.metadata for item in items])
+        self.check_room(queue, len(items), sum(head.size for head in heads if head))
         no_record = (None, None)
         brought = {each.message_id: archived.get(each.message_id, no_record)[1] for each in items}
         batch = self.begin(len(items), sum(len(payload or b"") for payload in brought.values()))

@@ -65,11 +65,7 @@ class SettleVerbs(Core):
             batch = self.begin()
             by_queue: dict[Queue, list[Item]] = {}
             for holding in holdings:
-                items = by_queue.get(holding.queue)
-                if items is None:
-                    by_queue[holding.queue] = [*holding.items]
-                else:
-                    items += holding.items
+                by_queue.setdefault(holding.queue, []).extend(holding.items)
             # Messages of many leases of a queue end as one stretch of its history.
             for queue, items in by_queue.items():
                 self.active.settle(batch, queue, items)

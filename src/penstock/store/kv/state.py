@@ -286,8 +286,7 @@ class Core:
             self.draining.add(queue.name)
         if queue.fifo:
             self.fifo.add(queue.name)
-        if policy.is_limited(queue.spec):
-            self.note_limits(queue)
+        self.note_limits(queue)
         listing = self.queue_table.listing(queue)
         if listing is not None:
             self.listing[queue.name] = listing

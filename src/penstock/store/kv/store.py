@@ -281,8 +281,7 @@ def _entry(
     metadata = read_metadata(row.metadata)
     if metadata is None:
         return None
-    live = row if isinstance(row, Item) else None
-    ended = row if not isinstance(row, Item) else None
+    live, ended = (row, None) if isinstance(row, Item) else (None, row)
     lease = leases.get(live.lease) if live else None
     return Entry(
         message_id=row.message_id,
