@@ -58,7 +58,7 @@ field's default. Records that Queueber wrote are read with pycapnp, by the impor
 
 from __future__ import annotations
 
-from struct import Struct
+from struct import Struct, unpack_from
 from struct import error as struct_error
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
@@ -140,9 +140,6 @@ _pack_lease: Final = Struct("<4xI4xIQQQI4xIIIIII").pack
 _unpack_lease: Final = Struct("<24xQQI8xI4xI4xI").unpack_from
 _LEASE_HEAD: Final = 72
 _pack_pointer: Final = Struct("<II").pack
-# One call for many ids is five times as fast as one slice each; chunks bound the table.
-_ID_CHUNK: Final = 64
-_unpack_ids: Final = tuple(Struct("8s" * n).unpack_from for n in range(_ID_CHUNK + 1))
 
 
 def unpack(record: bytes, kind: type[T], name: str, version: bytes = b"") -> T:
@@ -348,18 +345,9 @@ def decode_lease(buf: bytes) -> LeaseRecord:
             consumer = str(buf[name_start : name_start + name_size - 1], "utf-8")
         except UnicodeDecodeError as error:
             raise CorruptRecord(f"LeaseEntry: consumer is not UTF-8: {error.reason}") from None
-        ids, index_key = _split_ids(buf, first_id, n), buf[key_start : key_start + key_size]
+        # One call for many ids is five times as fast as one slice each.
+        ids, index_key = [*unpack_from("8s" * n, buf, first_id)], buf[key_start:][:key_size]
         lease = LeaseRecord(ids, expiry_ms, index_key, claimed_at_ms, queue, consumer)
         if encode_lease(*lease) == buf:
             return lease
     raise CorruptRecord(f"LeaseEntry: {len(buf)} bytes that are not laid out as one")
-
-
-def _split_ids(buf: bytes, pos: int, n: int) -> list[bytes]:
-    ids: list[bytes] = []
-    while n > _ID_CHUNK:
-        ids += _unpack_ids[_ID_CHUNK](buf, pos)
-        pos += _ID_CHUNK << 3
-        n -= _ID_CHUNK
-    ids += _unpack_ids[n](buf, pos)
-    return ids

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from penstock.engines import rows_of
 from penstock.errors import CorruptRecord
 from penstock.model import Ordering, QueueSpec, State
 from penstock.store.codec import opendata, records
@@ -157,16 +158,14 @@ class QueueTable:
     def load(self) -> list[Queue]:
         """Read every queue."""
         queues = []
-        begin, end = _SPECS, b"\x02\x07"
-        while rows := self._table.scan(begin, end, 1000):
-            counted = self._table.multi_get([_COUNTS + key[2:] for key, _ in rows])
-            for (key, record), count_record in zip(rows, counted, strict=True):
-                spec, number = records.decode_queue_spec(record)
-                if spec.name.encode() != key[2:]:
-                    raise CorruptRecord(f"queue spec: of {spec.name!r}, under the key {key.hex()}")
-                counts = Counts() if count_record is None else decode_counts(count_record)
-                queues.append(Queue(spec, number, counts))
-            begin = rows[-1][0] + b"\0"
+        rows = list(rows_of(self._table, _SPECS, b"\x02\x07"))
+        counted = self._table.multi_get([_COUNTS + key[2:] for key, _ in rows])
+        for (key, record), count_record in zip(rows, counted, strict=True):
+            spec, number = records.decode_queue_spec(record)
+            if spec.name.encode() != key[2:]:
+                raise CorruptRecord(f"queue spec: of {spec.name!r}, under the key {key.hex()}")
+            counts = Counts() if count_record is None else decode_counts(count_record)
+            queues.append(Queue(spec, number, counts))
         return queues
 
     def put_spec(self, batch: Batch, queue: Queue) -> None:

@@ -46,12 +46,6 @@ class Tally(NamedTuple):
     in_flight: int
 
 
-@lru_cache(maxsize=4096)
-def make_tally(ready: int, delayed: int, in_flight: int) -> Tally:
-    """Make a tally. Most buckets are full of one state: they share one object."""
-    return Tally(ready, delayed, in_flight)
-
-
 def rank_of(visible_at_ms: int, message_id: int) -> int:
     """Return the rank of a message on a standard queue."""
     return visible_at_ms << RANK_BITS | message_id
@@ -175,7 +169,7 @@ class OpenBucket:
     def tally(self) -> Tally:
         """Count the messages by state."""
         late = len(self.late)
-        return make_tally(len(self.waiting) - late, late, len(self.flight))
+        return Tally(len(self.waiting) - late, late, len(self.flight))
 
     def head(self, lane: bytes) -> int | None:
         """Return the rank of the first message of a lane."""

@@ -31,7 +31,7 @@ from penstock.store.codec import opendata
 from penstock.store.codec.buckets import decode_summary
 from penstock.store.kv.tables import DueHeap
 from penstock.store.live import ActiveSet, group_of, lane_of
-from penstock.store.live.bucket import RANK_BITS, OpenBucket, Tally, make_tally, rank_of
+from penstock.store.live.bucket import RANK_BITS, OpenBucket, Tally, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -75,7 +75,7 @@ class BucketDirectory:
 
     def adopt(self, bucket_id: int, summary: Summary) -> None:
         """Add a bucket by its summary. Turns begin with :meth:`start_turns`."""
-        self.buckets[bucket_id] = make_tally(summary.ready, summary.delayed, summary.in_flight)
+        self.buckets[bucket_id] = Tally(summary.ready, summary.delayed, summary.in_flight)
         if summary.ready or summary.delayed:
             self.oldest.set(bucket_id, summary.oldest)
         if summary.due is not None:
@@ -163,7 +163,7 @@ class BucketDirectory:
             self.unhold(group, bucket_id, counts.get(bucket_id, 0))
         self.late.set(bucket_id, None)
         self.oldest.set(bucket_id, None)
-        row: Tally = self.buckets.pop(bucket_id, make_tally(0, 0, 0))
+        row: Tally = self.buckets.pop(bucket_id, Tally(0, 0, 0))
         return row
 
     def _ranking(self, lane: bytes) -> DueHeap[int]:
