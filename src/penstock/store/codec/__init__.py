@@ -8,6 +8,7 @@ module              owns
 ``buckets``         values of the Queue: active buckets and their summaries
 ``queueber.capnp``  the schema of leases: Queueber's record, with our fields added
 ``metadata``        the opaque metadata bytes of a message
+``claimed``         receipts; the messages of a claim as they travel to a client
 ==================  ==========================================================================
 
 Every decoder raises :class:`~penstock.errors.CorruptRecord` and nothing else for bytes that it

@@ -12,14 +12,13 @@ from penstock import limits
 from penstock.engines import get_each
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import LeaseRequest
-from penstock.store.codec.claimed import ClaimedMessages
+from penstock.store.codec.claimed import ClaimedMessages, lease_token
 from penstock.store.codec.metadata import decode_heads, decode_metadata
 from penstock.store.codec.opendata import PAYLOAD
 from penstock.store.kv.maintain import MaintainVerbs
 from penstock.store.kv.state import verb
 from penstock.store.life import life, log_step
 from penstock.store.live import group_of, uncount_attempt
-from penstock.store.receipts import lease_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

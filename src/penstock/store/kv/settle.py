@@ -16,24 +16,24 @@ from penstock.engines import get_each
 from penstock.errors import InvalidReceipt, StoreDamaged
 from penstock.model import AttemptEnd, Outcome, OutcomeStatus, State
 from penstock.store import policy
-from penstock.store.codec.records import LeaseRecord, decode_lease
-from penstock.store.kv.queues import Queue
-from penstock.store.kv.state import Core, verb
-from penstock.store.life import life, log_step
-from penstock.store.live import Item, uncount_attempt
-from penstock.store.receipts import (
+from penstock.store.codec.claimed import (
     FAMILY_BYTES,
     lease_token,
     parse_lease_token,
     parse_receipts,
     queue_numbers,
 )
+from penstock.store.codec.records import LeaseRecord, decode_lease
+from penstock.store.kv.queues import Queue
+from penstock.store.kv.state import Core, verb
+from penstock.store.life import life, log_step
+from penstock.store.live import Item, uncount_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from penstock.engines import Batch
-    from penstock.store.receipts import LeaseToken
+    from penstock.store.codec.claimed import LeaseToken
 
 
 class Holding(msgspec.Struct, gc=False):

@@ -500,27 +500,24 @@ class Core:
 
     def schedule_retention(self, queue: Queue) -> None:
         """Work out when each retention of a queue next has something to do."""
-        spec = queue.spec
+        spec, prefix = queue.spec, queue.number4
         for what, retention_ms in (
             (State.DONE.value, spec.done_retention_ms),
             (State.FAILED.value, spec.failed_retention_ms),
             ("unclaimed", 0),
         ):
             self.unscheduled.pop((queue.number, what), None)
+            due_ms = None
             try:
-                due_ms = self._first_due_ms(queue, what, retention_ms)
+                if what == "unclaimed":
+                    if rows := self.first_unclaimed.scan(prefix, prefix + b"\xff" * 17, 1):
+                        due_ms = int.from_bytes(rows[0][0][4:12], "big")
+                elif retention_ms:
+                    first_ms = self.history.first_ended_at_ms(queue, State(what))
+                    due_ms = None if first_ms is None else first_ms + retention_ms
             except StoreDamaged as error:
                 self.unscheduled[queue.number, what] = error.anew()
-                due_ms = None
             self.retention.set((queue.number, what), due_ms)
-
-    def _first_due_ms(self, queue: Queue, what: str, retention_ms: int) -> int | None:
-        if what == "unclaimed":
-            prefix = queue.number4
-            rows = self.first_unclaimed.scan(prefix, prefix + b"\xff" * 17, 1)
-            return int.from_bytes(rows[0][0][4:12], "big") if rows else None
-        first = self.history.first_ended_at_ms(queue, State(what)) if retention_ms else None
-        return None if first is None else first + retention_ms
 
 
 def _unclaimed_key(queue: Queue, due_ms: int) -> bytes:

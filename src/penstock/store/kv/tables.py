@@ -31,10 +31,10 @@ import msgspec
 
 from penstock.engines import rows_of, scan_readable
 from penstock.errors import CorruptRecord, StoreDamaged
+from penstock.store.codec.claimed import FAMILY_BYTES
 from penstock.store.codec.opendata import payload_key, terminated
 from penstock.store.codec.records import LeaseRecord, decode_lease, encode_lease
 from penstock.store.policy import dedup_scope
-from penstock.store.receipts import FAMILY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

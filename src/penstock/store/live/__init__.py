@@ -210,6 +210,7 @@ class ActiveSet(Protocol[D]):
 
     def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
         """Make claims pass waiting messages over; on a FIFO queue, also those behind them."""
+        self.passed.update((queue.number, item.key) for item in items)
 
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Note in flight messages as held under another split of their lease."""

@@ -302,7 +302,7 @@ class BucketActive(BucketCache):
 
     def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
         """Make claims pass messages over, in the buckets that they are in."""
-        self.passed.update((queue.number, item.key) for item in items)
+        super().pass_over(queue, items)
         for bucket_id in {opendata.bucket_of(item.key) for item in items}:
             bucket = self._bucket(queue, bucket_id)
             if bucket is not None:

@@ -311,16 +311,24 @@ class IndexedActive(ActiveSet[Directory]):
         put, delete = batch.put, batch.delete
         available, index = self._available.family, self._index.family
         in_progress = self._in_progress.family
-        number, claimed = queue.number, self._recent.claimed
+        number, fresh, claimed = queue.number, self._recent.fresh, self._recent.claimed
         if len(claimed) > RECENT_ITEMS:
             claimed.clear()
+        unknown = []
+        for key, _ in rows:
+            main = key[1:5] + key[-8:]
+            if main not in fresh:
+                unknown.append(main)
+        found = get_each(self._available, unknown) if unknown else ()
+        read = dict(zip(unknown, found, strict=True))
         items: list[Item] = []
         unread: set[bytes] = set()
-        for key, main, record, item in self._recent.entries(
-            rows, self._available, self._quarantine
-        ):
+        for key, _ in rows:
+            main = key[1:5] + key[-8:]
+            record, item = fresh.pop(main, None) or (read.get(main), None)
             if isinstance(record, StoreDamaged):
-                self.unread.append(record)
+                # A kept error keeps the frames that it came through, with handles of tables.
+                self.unread.append(record.anew())
                 self.passed.add(unpack_main(main))
                 unread.add(group_of(lane_of_key(key)))
             if unread and queue.fifo and (group := group_of(lane_of_key(key))) in unread:
@@ -331,16 +339,17 @@ class IndexedActive(ActiveSet[Directory]):
             if isinstance(record, StoreDamaged):
                 continue
             delete(key, index)
-            if record is not None:
-                delete(main, available)
-            if item is None:
-                if record is None:
-                    self._heal(batch, queue, key)
-                else:
-                    queue.counts.available -= 1
-                    directory.unhold(batch, group_of(lane_of_key(key)), 1)
+            if record is None:
+                self._heal(batch, queue, key)
                 continue
-            assert record is not None
+            delete(main, available)
+            try:
+                item = item or item_of(main, record)
+            except CorruptRecord as error:
+                self._quarantine("available", main, record, str(error))
+                queue.counts.available -= 1
+                directory.unhold(batch, group_of(lane_of_key(key)), 1)
+                continue
             item.lease = lease = next(grants)[0]
             put(main, with_lease(record, lease), in_progress)
             if item.attempts < MAX_ATTEMPTS:
@@ -432,10 +441,6 @@ class IndexedActive(ActiveSet[Directory]):
         # Added first: on a FIFO queue the group is let go with its head back in place.
         self.add(batch, queue, items, now_ms)
         self.settle(batch, queue, items)
-
-    def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
-        """Remember messages that claims are to pass over."""
-        self.passed.update((queue.number, item.key) for item in items)
 
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Write another split of the lease into in-progress records."""

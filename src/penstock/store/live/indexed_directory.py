@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from penstock.engines import get_each, rows_of
+from penstock.engines import rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.store.codec.records import decode_stored_item
 from penstock.store.live import Beliefs, Item, count_attempt, group_of
@@ -284,41 +284,6 @@ class Recent:
         """Forget them all."""
         self.fresh.clear()
         self.claimed.clear()
-
-    def entries(
-        self, rows: Sequence[tuple[bytes, bytes]], available: Table, quarantine: Quarantine
-    ) -> list[tuple[bytes, bytes, bytes | StoreDamaged | None, Item | None]]:
-        """Find the records of index entries, from memory where they are fresh.
-
-        Gives keys of index entries, of messages, records, items; a record may be the reason why it
-        can't be read.
-        """
-        entries: list[tuple[bytes, bytes, bytes | StoreDamaged | None, Item | None]] = []
-        forget = self.fresh.pop
-        for key, _ in rows:
-            main = key[1:5] + key[-8:]
-            known = forget(main, None)
-            if known is None:
-                break
-            entries.append((key, main, *known))
-        if len(entries) == len(rows):
-            return entries
-        rest = rows[len(entries) :]
-        mains = [key[1:5] + key[-8:] for key, _ in rest]
-        for (key, _), main, record in zip(rest, mains, get_each(available, mains), strict=True):
-            forget(main, None)
-            item = None
-            if isinstance(record, StoreDamaged):
-                # A kept error keeps the frames that it came through, with handles of tables.
-                entries.append((key, main, record.anew(), None))
-                continue
-            if record is not None:
-                try:
-                    item = item_of(main, record)
-                except CorruptRecord as error:
-                    quarantine("available", main, record, str(error))
-            entries.append((key, main, record, item))
-        return entries
 
     def differing(self, number: int, available: Table, in_progress: Table) -> Iterator[bytes]:
         """Give the keys of a queue's messages that are not kept as the tables have them."""

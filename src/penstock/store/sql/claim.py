@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock import limits
 from penstock.errors import CorruptRecord
-from penstock.store.codec.claimed import ClaimedMessages
+from penstock.store.codec.claimed import FAMILY_BYTES, ClaimedMessages, lease_token
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.life import life, log_step
-from penstock.store.receipts import FAMILY_BYTES, lease_token
 from penstock.store.sql.database import columns
 from penstock.store.sql.queues import SqlQueues
 from penstock.store.sql.zones import KNOWN_MAX, NEVER_MS, choose, walk

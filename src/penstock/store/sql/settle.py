@@ -12,13 +12,13 @@ from penstock.errors import InvalidReceipt
 from penstock.limits import MAX_ATTEMPTS
 from penstock.model import Outcome, OutcomeStatus
 from penstock.store import policy
-from penstock.store.life import life, log_step
-from penstock.store.receipts import (
+from penstock.store.codec.claimed import (
     lease_token,
     parse_lease_token,
     parse_receipts,
     queue_numbers,
 )
+from penstock.store.life import life, log_step
 from penstock.store.sql.database import columns
 from penstock.store.sql.session import EACH_MS, SLOTS, SqlOverflow
 
