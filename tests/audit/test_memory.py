@@ -60,7 +60,7 @@ def held_by_nothing(hand: Any) -> None:
 
 def half_claimed(hand: Any) -> None:
     if hand.design == "indexed":
-        next(iter(hand.core.active._recent.claimed.values())).attempts += 1
+        next(iter(hand.core.active._claimed.values())).attempts += 1
     else:
         bucket = next(each for each in hand.core.active._open.values() if each.waiting)
         bucket._waiting_bytes.popitem()

@@ -8,8 +8,8 @@ A worker shows a receipt to prove that it holds a message::
 
 Everything but the last part is the same for all messages of a claim: the token of the lease.
 
-A message travels as MessagePack around bytes that are passed on as they are, the payload and the metadata
-record (codec/metadata.py), which is a number, its version, and an array::
+A message travels as MessagePack around bytes that are passed on as they are, the payload and the
+metadata record (codec/metadata.py), which is a number, its version, and an array::
 
     [message_id, key, attempts, payload, version, [published_at_ms, group, ...]]
 """

@@ -28,7 +28,7 @@ from penstock.store.live.indexed_directory import (
     RECENT_BYTES,
     RECENT_ITEMS,
     Directory,
-    Recent,
+    differing,
     item_of,
     lane_of_key,
     main_of,
@@ -68,7 +68,10 @@ class IndexedActive(ActiveSet[Directory]):
         first_keys = [FirstKeys(each) for each in (self._available, self._in_progress, self._index)]
         self._first_available, self._first_in_progress, self._first_timer = first_keys
         super().__init__(quarantine, first_keys)
-        self._recent = Recent()
+        # Messages that were just published (key of `available`: record and item) or claimed (queue
+        # and id: item), so that the claim or the ack that follows reads nothing.
+        self._fresh: dict[bytes, tuple[bytes, Item]] = {}
+        self._claimed: dict[tuple[int, int], Item] = {}
         # FIFO queues that lost a message in flight to corruption: which group is unknown.
         self._recount: set[int] = set()
 
@@ -76,7 +79,8 @@ class IndexedActive(ActiveSet[Directory]):
 
     def load(self, queue: Queue) -> None:
         """Find out which groups are held, which lanes are in use, and what is due first."""
-        self._recent.clear()
+        self._fresh.clear()
+        self._claimed.clear()
         self.forget(queue)
         directory = self._directories[queue.number] = Directory(queue.number, self._groups)
         self._queues[queue.number] = queue
@@ -111,7 +115,7 @@ class IndexedActive(ActiveSet[Directory]):
         directory = self._directories[queue.number]
         put = batch.put
         available, index = self._available.family, self._index.family
-        number4, fifo, fresh = queue.number4, queue.fifo, self._recent.fresh
+        number4, fifo, fresh = queue.number4, queue.fifo, self._fresh
         if len(fresh) > RECENT_ITEMS:
             fresh.clear()
         delayed = 0
@@ -311,7 +315,7 @@ class IndexedActive(ActiveSet[Directory]):
         put, delete = batch.put, batch.delete
         available, index = self._available.family, self._index.family
         in_progress = self._in_progress.family
-        number, fresh, claimed = queue.number, self._recent.fresh, self._recent.claimed
+        number, fresh, claimed = queue.number, self._fresh, self._claimed
         if len(claimed) > RECENT_ITEMS:
             claimed.clear()
         unknown = []
@@ -395,7 +399,7 @@ class IndexedActive(ActiveSet[Directory]):
 
     def find(self, queue: Queue, keys: Sequence[int]) -> list[Item | None]:
         """Look messages up in flight."""
-        number, claimed = queue.number, self._recent.claimed
+        number, claimed = queue.number, self._claimed
         found = [claimed.get((number, key)) for key in keys]
         if None not in found:
             return found
@@ -424,7 +428,7 @@ class IndexedActive(ActiveSet[Directory]):
     def settle(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Delete in-progress records, and let go of FIFO groups."""
         delete, family, number = batch.delete, self._in_progress.family, queue.number
-        forget = self._recent.claimed.pop
+        forget = self._claimed.pop
         for item in items:
             forget((number, item.key), None)
             delete(pack_main(number, item.key), family)
@@ -480,7 +484,7 @@ class IndexedActive(ActiveSet[Directory]):
         directory = self._directories[queue.number]
         timers = [timer_key(queue.number, item.visible_at_ms, item.message_id) for item in items]
         for item in items:
-            self._recent.fresh.pop(pack_main(queue.number, item.key), None)
+            self._fresh.pop(pack_main(queue.number, item.key), None)
         gone: dict[bytes, set[bytes]] = {}
         for item, timer, delayed in zip(items, timers, self._index.multi_get(timers), strict=True):
             slot = pack_slot(0 if queue.fifo else item.visible_at_ms, item.message_id)
@@ -555,7 +559,9 @@ class IndexedActive(ActiveSet[Directory]):
         due_ms = self._due.ranks.get(number)
         if due_ms is not None:
             found.bounds["delays",] = due_ms
-        for main in self._recent.differing(number, self._available, self._in_progress):
+        for main in differing(
+            number, self._fresh, self._claimed, self._available, self._in_progress
+        ):
             found.facts["kept of late", main] = True
         return found
 

@@ -32,7 +32,7 @@ from penstock.store.codec.records import decode_stored_item
 from penstock.store.live import Beliefs, Item, count_attempt, group_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.engines import Batch, Table
     from penstock.store.live import Quarantine
@@ -273,33 +273,27 @@ class Directory:
         return found
 
 
-class Recent:
-    """``fresh``: key of `available` to record and item; ``claimed``: (queue, id) to item."""
-
-    def __init__(self) -> None:
-        self.fresh: dict[bytes, tuple[bytes, Item]] = {}
-        self.claimed: dict[tuple[int, int], Item] = {}
-
-    def clear(self) -> None:
-        """Forget them all."""
-        self.fresh.clear()
-        self.claimed.clear()
-
-    def differing(self, number: int, available: Table, in_progress: Table) -> Iterator[bytes]:
-        """Give the keys of a queue's messages that are not kept as the tables have them."""
-        prefix = pack_main(number, 0)[:4]
-        mains = [main for main in self.fresh if main[:4] == prefix]
-        for main, record in zip(mains, available.multi_get(mains), strict=True):
-            if record is None or self.fresh[main] != (record, item_of(main, record)):
-                yield main
-        items = [item for (of, _), item in self.claimed.items() if of == number]
-        mains = [pack_main(number, item.key) for item in items]
-        for main, item, record in zip(mains, items, in_progress.multi_get(mains), strict=True):
-            stored = None if record is None else item_of(main, record)
-            if stored is not None:
-                count_attempt(stored)
-            if stored != item:
-                yield main
+def differing(
+    number: int,
+    fresh: Mapping[bytes, tuple[bytes, Item]],
+    claimed: Mapping[tuple[int, int], Item],
+    available: Table,
+    in_progress: Table,
+) -> Iterator[bytes]:
+    """Give the keys of a queue's messages that are not kept in memory as the tables have them."""
+    prefix = pack_main(number, 0)[:4]
+    mains = [main for main in fresh if main[:4] == prefix]
+    for main, record in zip(mains, available.multi_get(mains), strict=True):
+        if record is None or fresh[main] != (record, item_of(main, record)):
+            yield main
+    items = [item for (of, _), item in claimed.items() if of == number]
+    mains = [pack_main(number, item.key) for item in items]
+    for main, item, record in zip(mains, items, in_progress.multi_get(mains), strict=True):
+        stored = None if record is None else item_of(main, record)
+        if stored is not None:
+            count_attempt(stored)
+        if stored != item:
+            yield main
 
 
 def item_of(main: bytes, record: bytes) -> Item:
