@@ -180,10 +180,9 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
     ) -> int:
         """Move messages in steps; ``dead``: as dead letters, which no limit refuses."""
         moved = 0
-        compiled: dict[str, Filter] = {}
         for step in self._steps(queue, state, message_ids, now_ms):
             chosen = step if limit is None else step[: limit - moved]
-            self._move_step(queue, to, state, chosen, now_ms, compiled, dead=dead)
+            self._move_step(queue, to, state, chosen, now_ms, dead=dead)
             moved += len(chosen)
             if moved == limit:
                 break
@@ -243,11 +242,10 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
         state: State,
         leaving: Sequence[Leaving],
         now_ms: int,
-        compiled: dict[str, Filter],
         *,
         dead: bool,
     ) -> None:
-        live, ended = self._present(to, leaving, compiled)
+        live, ended = self._present(to, leaving)
         arriving = [each for each in leaving if each[0].message_id not in live]
         if not dead:
             self.check_room(to, len(arriving), sum(metadata.size for _, metadata in arriving))
@@ -308,13 +306,14 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
         to.counts.redriven_total += len(ended)
 
     def _present(
-        self, to: Queue, leaving: Sequence[Leaving], compiled: dict[str, Filter]
+        self, to: Queue, leaving: Sequence[Leaving]
     ) -> tuple[set[int], dict[State, dict[int, Ended]]]:
         """Find the messages that the other queue has: live ones, and ended ones by state."""
         ended: dict[State, dict[int, Ended]] = {State.DONE: {}, State.FAILED: {}}
         shared = self.payloads.shared([origin.message_id for origin, _ in leaving])
         marks = self.history.marks(to, sorted(shared))
         coverage = to.coverage
+        compiled: dict[str, Filter] = {}
         known_from = coverage.known_from or 0
         rest = []
         for origin, m in leaving:

@@ -1,7 +1,6 @@
 """Keys of the visibility index, and the memory of the indexed design.
 
-A :class:`Directory` knows the groups and lanes of one queue. :class:`Recent` keeps messages that
-were just published or claimed, so that the claim or the ack that follows reads nothing.
+A :class:`Directory` knows the groups and lanes of one queue.
 
 This is Queueber's layout made for many queues. Its namespaces are tables here, so the keys drop
 the namespace prefix; a queue's number takes its place::
