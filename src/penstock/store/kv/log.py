@@ -21,6 +21,7 @@ Segments are what retention drops: a segment goes when its successor is older th
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final, NamedTuple
 from zlib import crc32
 
@@ -36,7 +37,7 @@ from penstock.store.kv.tables import FirstKeys, pages_of
 from penstock.store.policy import SEGMENT_MS, LogSettings, logs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from penstock.engines import Batch, Table
@@ -152,14 +153,13 @@ class MetadataLog:
         else:
             segment = self.roll(batch, rows[0][0], now_ms)
         logs = self.settings.changes[-1][1]
-        spread: dict[int, Sequence[tuple[int, bytes]]] = {0: rows}
+        spread: Mapping[int, Sequence[tuple[int, bytes]]] = {0: rows}
         if logs > 1 or into is not None:
-            parts: dict[int, list[tuple[int, bytes]]] = {}
             self._turn += 1
             chosen = into or logs_of(groups, routes, fifo, logs, self._turn)
+            spread = parts = defaultdict[int, list[tuple[int, bytes]]](list)
             for row, log in zip(rows, chosen, strict=True):
-                parts.setdefault(log, []).append(row)
-            spread = {**parts}
+                parts[log].append(row)
         family = self._table.family
         for log, part in spread.items():
             prefix = self._prefixes.get(log)

@@ -185,37 +185,33 @@ class Payloads:
         """Read payloads."""
         return self.table.multi_get([payload_key(message_id) for message_id in message_ids])
 
-    def _counts(self, message_ids: Sequence[int]) -> list[tuple[int, bytes, int | None]]:
-        """Read counts: message id, the count's key, and the count (None: one queue holds it)."""
+    def _counts(self, message_ids: Sequence[int]) -> list[tuple[int, int | None]]:
+        """Read the count of each message; None: one queue holds it."""
         keys = [REFERENCES + message_id.to_bytes(8, "big") for message_id in message_ids]
         return [
-            (message_id, key, None if record is None else int.from_bytes(record, "big"))
-            for message_id, key, record in zip(
-                message_ids, keys, self.table.multi_get(keys), strict=True
-            )
+            (message_id, None if record is None else int.from_bytes(record, "big"))
+            for message_id, record in zip(message_ids, self.table.multi_get(keys), strict=True)
         ]
 
-    def _put_count(self, batch: Batch, key: bytes, queues: int) -> None:
+    def refer(self, batch: Batch, message_id: int, queues: int) -> None:
+        """Note how many queues hold a message."""
+        key = REFERENCES + message_id.to_bytes(8, "big")
         if queues == 1:
             batch.delete(key, self.table.family)
         else:
             batch.put(key, queues.to_bytes(4, "big"), self.table.family)
 
-    def refer(self, batch: Batch, message_id: int, queues: int) -> None:
-        """Note how many queues hold a message."""
-        self._put_count(batch, REFERENCES + message_id.to_bytes(8, "big"), queues)
-
     def shared(self, message_ids: Sequence[int]) -> set[int]:
         """Return the messages that not exactly one queue holds."""
         counts = self._counts(message_ids)
-        return {message_id for message_id, _, count in counts if count is not None}
+        return {message_id for message_id, count in counts if count is not None}
 
     def hold(self, batch: Batch, message_ids: Sequence[int]) -> list[bool]:
         """Note that one more queue holds messages; False for those whose payload is gone."""
         held = [payload is not None for payload in self.get(message_ids)]
-        for (_, key, count), is_here in zip(self._counts(message_ids), held, strict=True):
+        for (message_id, count), is_here in zip(self._counts(message_ids), held, strict=True):
             if is_here:
-                self._put_count(batch, key, (1 if count is None else count) + 1)
+                self.refer(batch, message_id, (1 if count is None else count) + 1)
         return held
 
     def put_again(self, batch: Batch, message_id: int, payload: bytes) -> None:
@@ -225,9 +221,9 @@ class Payloads:
 
     def drop_unheld(self, batch: Batch, message_ids: Sequence[int]) -> int:
         """Delete those payloads that no queue holds; return how many."""
-        unheld = [(id_, key) for id_, key, count in self._counts(message_ids) if count == 0]
-        for message_id, key in unheld:
-            batch.delete(key, self.table.family)
+        unheld = [message_id for message_id, count in self._counts(message_ids) if count == 0]
+        for message_id in unheld:
+            self.refer(batch, message_id, 1)
             batch.delete(payload_key(message_id), self.table.family)
         return len(unheld)
 
@@ -243,11 +239,11 @@ class Payloads:
 
     def let_go(self, batch: Batch, message_ids: Sequence[int]) -> None:
         """Let one queue go of messages; a payload that no queue holds any more is deleted."""
-        for message_id, key, count in self._counts(message_ids):
+        for message_id, count in self._counts(message_ids):
             if count is None:
                 batch.delete(payload_key(message_id), self.table.family)
             else:
-                self._put_count(batch, key, max(1, count - 1))
+                self.refer(batch, message_id, max(1, count - 1))
 
 
 class Dedup:
