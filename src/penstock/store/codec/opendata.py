@@ -69,8 +69,10 @@ MAX_U32: Final = 0xFFFF_FFFF
 MAX_U64: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 _U16: Final = Struct("<H")
-_PAIR: Final = Struct(">QQ")
+_SEQ_BLOCK: Final = Struct(">QQ")
 _SEGMENT: Final = Struct(">Qq")
+# SeqBlock of base and size; description of a segment: its start sequence, and its start time in ms.
+encode_seq_block, encode_segment_meta = _SEQ_BLOCK.pack, _SEGMENT.pack
 _ELEMENT: Final = Struct("<QI")
 _LOG_HEAD: Final = Struct(">2sIB")
 _LOG: Final = b"\x03\x01"
@@ -197,14 +199,9 @@ def _decode_two(fields: Struct, buf: bytes, record: str) -> tuple[int, int]:
     return first, second
 
 
-def encode_seq_block(base: int, size: int) -> bytes:
-    """Encode a SeqBlock: the ids [base, base + size) are taken."""
-    return _PAIR.pack(base, size)
-
-
 def decode_seq_block(buf: bytes) -> tuple[int, int]:
     """Give base and size of a SeqBlock."""
-    return _decode_two(_PAIR, buf, "SeqBlock")
+    return _decode_two(_SEQ_BLOCK, buf, "SeqBlock")
 
 
 # --- ids of buckets and claims ----------------------------------------------------------------
@@ -318,11 +315,6 @@ def parse_segment_meta_key(key: bytes) -> int:
     if len(key) != 11 or not key.startswith(SEGMENT_META_PREFIX):
         raise CorruptRecord(f"segment meta key: {key.hex(' ')} is none")
     return int.from_bytes(key[7:], "big")
-
-
-def encode_segment_meta(start_seq: int, start_time_ms: int) -> bytes:
-    """Encode where in the sequence, and when, a segment starts."""
-    return _SEGMENT.pack(start_seq, start_time_ms)
 
 
 def decode_segment_meta(buf: bytes) -> tuple[int, int]:

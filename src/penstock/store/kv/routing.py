@@ -299,10 +299,10 @@ class RoutingVerbs(PublishVerbs):
         coverage, text = queue.coverage, queue.spec.filter
         filling.check_fill(queue_name, queue.spec, coverage, filter_text)
         sizes: list[int] | None = None
-        archived: dict[int, tuple[LogRecord, bytes | None]] = {}
+        archived: dict[int, LogRecord] = {}
         if records is not None:
             filling.check_archived(queue_name, coverage, begin, end, log.earliest)
-            archived = {record.message_id: (record, payload) for record, payload in records}
+            archived = {record.message_id: record for record, _ in records}
             offsets, sizes = list(archived), [record.size for record, _ in records]
         start, stop, passed, chosen = filling.fill_step(
             coverage, text, (begin, end), (log.earliest, log.end), offsets, sizes
@@ -313,8 +313,7 @@ class RoutingVerbs(PublishVerbs):
             rows = self._rows_between(start, stop, chosen)
         else:
             rows = [
-                (id_, encode_metadata(filling.metadata_of(archived[id_][0])))
-                for id_ in chosen or ()
+                (id_, encode_metadata(filling.metadata_of(archived[id_]))) for id_ in chosen or ()
             ]
         items = []
         for message_id, (m, encoded) in filling.wanted(text, coverage, rows).items():
@@ -325,8 +324,8 @@ class RoutingVerbs(PublishVerbs):
         items = [item for item in items if item.message_id not in moved]
         heads = decode_heads([item.metadata for item in items])
         self.check_room(queue, len(items), sum(head.size for head in heads if head))
-        no_record = (None, None)
-        brought = {each.message_id: archived.get(each.message_id, no_record)[1] for each in items}
+        payloads = {record.message_id: payload for record, payload in records or ()}
+        brought = {item.message_id: payloads.get(item.message_id) for item in items}
         batch = self.begin(len(items), sum(len(payload or b"") for payload in brought.values()))
         kept = []
         for item, here in zip(items, self.payloads.hold(batch, list(brought)), strict=True):

@@ -108,7 +108,7 @@ class KvStore(ClaimVerbs):
             if (entry := _entry(queue, state, row, body, leases)) is not None
         ]
         self.settle_quarantine(now_ms)
-        head = _cursor_head(queue, state)
+        head = f"{state.value}:{queue.number:x}:"
         return Page(entries, None if following is None else head + following.hex())
 
     def _find(
@@ -302,10 +302,6 @@ def _entry(
     )
 
 
-def _cursor_head(queue: Queue, state: State) -> str:
-    return f"{state.value}:{queue.number:x}:"
-
-
 def _fitting(found: Sequence[Item | Ended]) -> int:
     """Return how many messages, and at least one, have payloads that fit into a page."""
     size = 0
@@ -319,7 +315,7 @@ def _fitting(found: Sequence[Item | Ended]) -> int:
 def _parse_cursor(cursor: str | None, queue: Queue, state: State) -> bytes:
     if cursor is None:
         return b""
-    head = _cursor_head(queue, state)
+    head = f"{state.value}:{queue.number:x}:"
     try:
         after = bytes.fromhex(cursor.removeprefix(head)) if cursor.startswith(head) else b""
     except ValueError:
