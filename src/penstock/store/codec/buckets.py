@@ -121,14 +121,8 @@ def encode_in_flight(entry: InFlight) -> bytes:
 def _encode_entry(entry: tuple[Any, ...], head: Struct, at: int) -> bytes:
     """Encode the fields that both Arrays have; ``at`` is the position of the metadata."""
     metadata, group = entry[at], entry[at + 4].encode()
-    return b"".join(
-        (
-            head.pack(*entry[:at], len(metadata)),
-            metadata,
-            _ADDED.pack(*entry[at + 1 : at + 4], len(group)),
-            group,
-        )
-    )
+    added = _ADDED.pack(*entry[at + 1 : at + 4], len(group))
+    return b"".join((head.pack(*entry[:at], len(metadata)), metadata, added, group))
 
 
 def pack_active(available_encoded: Sequence[bytes], in_flight_encoded: Sequence[bytes]) -> bytes:

@@ -117,16 +117,11 @@ class ClaimedMessages(msgspec.Struct, eq=False):
 
     def encode(self) -> bytes:
         """Encode them for a client, who decodes a :class:`ClaimedFrame`."""
-        parts = [
-            b"\x94",
-            _encode(self.queue),
-            _encode(self.token),
-            _encode(self.deadline_ms),
-            _ARRAY_32(0xDD, len(self.rows)),
-        ]
+        head = map(_encode, (self.queue, self.token, self.deadline_ms))
+        parts = [b"\x94", *head, _ARRAY_32(0xDD, len(self.rows))]
         for message_id, key, attempts, metadata, payload in self.rows:
-            head = _row_head(0x96, 0xCF, message_id, 0xCF, key, 0xCD, attempts, 0xC6, len(payload))
-            parts += (head, payload, metadata)
+            row = _row_head(0x96, 0xCF, message_id, 0xCF, key, 0xCD, attempts, 0xC6, len(payload))
+            parts += (row, payload, metadata)
         return b"".join(parts)
 
 

@@ -350,19 +350,17 @@ def decode_metadata_batch(buf: bytes) -> list[tuple[int, bytes]]:
     """Give message ids and their metadata."""
     unpack = _ELEMENT.unpack_from
     items: list[tuple[int, bytes]] = []
-    pos = 2
+    count, pos = read_count(buf, 0, "metadata record"), 2
     try:
-        (count,) = _U16.unpack_from(buf)
         for _ in range(count):
             message_id, length = unpack(buf, pos)
             pos += 12
             items.append((message_id, buf[pos : pos + length]))
             pos += length
-    except struct_error:
-        raise CorruptRecord(f"metadata record: ends early, in element {len(items)}") from None
+    except struct_error as error:
+        raise broken("metadata record", len(items), count, error) from None
     # Only the last element can reach past the end: another one would have no head after it.
-    if pos != len(buf):
-        raise CorruptRecord(f"metadata record: {len(buf)} bytes, its elements take {pos}")
+    check_end(buf, pos, "metadata record")
     return items
 
 
