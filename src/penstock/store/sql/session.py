@@ -267,7 +267,9 @@ class SqlSession:
             self.by_name = {queue.name: queue for queue in queues}
             self.by_number = {queue.number: queue for queue in queues}
             self.fifo = frozenset(queue.name for queue in queues if queue.fifo)
-            self.limited = frozenset(queue.name for queue in queues if policy.is_limited(queue.spec))
+            self.limited = frozenset(
+                queue.name for queue in queues if policy.is_limited(queue.spec)
+            )
             self.head = head.beside(self.head)
             self._replaced += 1
             for name in known.keys() - self.by_name.keys():

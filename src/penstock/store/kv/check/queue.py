@@ -18,7 +18,12 @@ from penstock.model import State
 from penstock.store.check_report import Kind
 from penstock.store.codec import buckets, opendata, records
 from penstock.store.codec.metadata import read_metadata
-from penstock.store.codec.records import NO_LEASE, decode_stored_item, encode_stored_item, with_lease
+from penstock.store.codec.records import (
+    NO_LEASE,
+    decode_stored_item,
+    encode_stored_item,
+    with_lease,
+)
 from penstock.store.kv.check.tables import LARGE_PAGE, RefusedRow
 from penstock.store.kv.history import cut_part
 from penstock.store.kv.queues import Counts, decode_counts, encode_counts
@@ -29,7 +34,7 @@ from penstock.store.live.indexed_directory import pack_main, pack_slot, timer_ke
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from penstock.store.codec.records import EndedRecord
+    from penstock.store.codec.records import Ended
     from penstock.store.kv.check.tables import Rows
     from penstock.store.kv.queues import Queue
 
@@ -262,20 +267,20 @@ class QueueAudit:
         # The numbers of the parts so far; rows to write; messages that get new numbers, and in
         # buckets of which size.
         spans, changes = list[tuple[int, int]](), dict[bytes, bytes | None]()
-        moved: list[tuple[int, list[EndedRecord]]] = []
+        moved: list[tuple[int, list[Ended]]] = []
         index: dict[bytes, bytes] = {}
         count, behind = 0, getattr(self._counts, f"next_{state.value}")
 
-        def parse(key: bytes, value: bytes) -> tuple[int, int, bool, list[EndedRecord]]:
+        def parse(key: bytes, value: bytes) -> tuple[int, int, bool, list[Ended]]:
             _, bucket_id, part = keys.parse(key)
             exponent = opendata.split_id(bucket_id)[0]
             is_home = opendata.bucket_of(opendata.make_id(exponent, part)) == bucket_id
             return exponent, part, is_home, records.decode_ended(value, failed=failed)
 
-        def encode(entries: list[EndedRecord]) -> bytes:
+        def encode(entries: list[Ended]) -> bytes:
             return records.encode_ended(entries, failed=failed)
 
-        def keeps(entry: EndedRecord) -> bool:
+        def keeps(entry: Ended) -> bool:
             id_, id8 = entry.message_id, entry.message_id.to_bytes(8, "big")
             try:
                 rows.metadata_of(id_, entry.metadata)
