@@ -92,7 +92,7 @@ LAYERS = {
     "urls": {*GROUND, "broker", "client", "clock", "engines", "store", "tracing"},
     "readers": {*GROUND, "broker", "clock", "engines", "urls"},
     "salvage": {*GROUND, "clock", "engines", "filters", "readers", "store", "urls"},
-    "copying": {*GROUND, "clock", "flight.copies", "readers", "store", "urls"},
+    "copying": {*GROUND, "clock", "flight.client", "readers", "store", "urls"},
     "worker": {
         *GROUND,
         *("broker", "client", "clock", "store.policy", "tracing", "urls", "validation"),

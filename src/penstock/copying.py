@@ -148,7 +148,7 @@ def _open_source(
     with ExitStack() as opened:
         if url.startswith(_SERVERS):
             # Imported here: it needs an extra.
-            from penstock.flight.copies import ServedSource  # noqa: PLC0415
+            from penstock.flight.client import ServedSource  # noqa: PLC0415
 
             yield lambda _at_ms: ServedSource.hold(url)
             return

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.flight.client import FlightStore
-    from penstock.flight.protocol import FilledCounts
+    from penstock.store.filling import Filled
 
 HOUR_MS = 3_600_000
 
@@ -31,12 +31,8 @@ def publish(broker: penstock.Broker, count: int) -> None:
         broker.publish(Message(b"x", {"n": n}, group=f"g{n % 7}") for n in some)
 
 
-def fill(
-    store: FlightStore, queue: str, begin: int, end: int, wanted: Iterable[int]
-) -> FilledCounts:
-    name = f"{queue}-{begin}-{end}"
-    store.fill_stage(name, offsets(wanted), queue=queue, begin=begin, end=end)
-    return store.commit_fill([name], queue=queue, begin=begin, end=end)
+def fill(store: FlightStore, queue: str, begin: int, end: int, wanted: Iterable[int]) -> Filled:
+    return store.fill(offsets(wanted), queue=queue, begin=begin, end=end)
 
 
 def test_a_backfill_is_planned_and_filled_once(broker: penstock.Broker, store: FlightStore) -> None:
@@ -69,13 +65,11 @@ def test_plans_follow_what_is_asked_for(
     broker.create_queue("q", filter="n < 5")
     assert store.backfill_plan("q", from_=4, to=8).stretches == [(4, 8)]
     assert store.backfill_plan("q", from_="earliest", to=8).stretches == [(1, 8)]
-    assert store.backfill_plan("q", from_time_ms=noon_ms).stretches == [(11, 21)]
+    assert store.offset_at(noon_ms) == 11
     fill(store, "q", 5, 8, [5])
     assert store.backfill_plan("q").stretches == [(1, 5), (8, 21)]
     broker.update_queue("q", filter="n < 6")
     assert store.backfill_plan("q").stretches == [(1, 21)]
-    with pytest.raises(InvalidInput, match="not both"):
-        store.backfill_plan("q", from_=1, from_time_ms=1)
     with pytest.raises(InvalidInput, match="'latest'"):
         store.backfill_plan("q", from_="latest")
     with pytest.raises(QueueNotFound):
@@ -146,23 +140,10 @@ def test_a_fill_that_was_interrupted_goes_on(
         fill(store, "q", 1, count + 1, range(1, count + 1))
     assert broker.stats("q").available == FILL_MESSAGES
     assert store.backfill_plan("q").stretches == [(FILL_MESSAGES + 1, count + 1)]
-    name = f"q-1-{count + 1}"
-    counts = store.commit_fill([name], queue="q", begin=1, end=count + 1)
+    counts = fill(store, "q", 1, count + 1, range(1, count + 1))
     assert (counts.added, counts.already) == (FILL_MESSAGES, FILL_MESSAGES)
-    assert store.commit_fill([name], queue="q", begin=1, end=count + 1).added == 0
+    assert fill(store, "q", 1, count + 1, range(1, count + 1)).added == 0
     assert broker.stats("q").available == count
-
-
-def test_stages_of_a_fill_join(broker: penstock.Broker, store: FlightStore) -> None:
-    publish(broker, 30)
-    broker.create_queue("q", filter="n >= 0")
-    store.fill_stage("b", offsets(range(11, 31)), queue="q", begin=11, end=31)
-    store.fill_stage("a", offsets(range(1, 16)), queue="q", begin=1, end=16)
-    with pytest.raises(InvalidInput, match="gap at offset 1 "):
-        store.commit_fill(["b"], queue="q", begin=1, end=31)
-    with pytest.raises(InvalidInput, match="gap at offset 16 "):
-        store.commit_fill(["a"], queue="q", begin=1, end=31)
-    assert store.commit_fill(["b", "a"], queue="q", begin=1, end=31).added == 30
 
 
 def test_a_changed_filter_refuses_what_was_matched_before(
@@ -171,11 +152,9 @@ def test_a_changed_filter_refuses_what_was_matched_before(
     publish(broker, 10)
     broker.create_queue("q", filter="n < 5")
     plan = store.backfill_plan("q")
-    store.fill_stage("s", offsets(range(1, 6)), queue="q", begin=1, end=11)
     broker.update_queue("q", filter="n < 9")
-    for text in (plan.filter, None):
-        with pytest.raises(InvalidInput, match="plan the backfill again"):
-            store.commit_fill(["s"], queue="q", begin=1, end=11, filter=text)
+    with pytest.raises(InvalidInput, match="plan the backfill again"):
+        store.fill(offsets(range(1, 6)), queue="q", begin=1, end=11, filter=plan.filter)
     assert store.backfill_plan("q").stretches == [(1, 11)]
 
 
@@ -188,12 +167,12 @@ def test_wrong_fills(piped: penstock.Broker, piped_store: FlightStore) -> None:
     assert store.backfill_plan("q").stretches == []
     with pytest.raises(QueueNotFound):
         fill(store, "nope", 1, 11, [])
-    store.fill_stage("s", [], queue="q", begin=1, end=1)
-    piped.create_queue("other")
-    with pytest.raises(InvalidInput, match="not one of a backfill of 'other'"):
-        store.commit_fill(["s"], queue="other", begin=1, end=1)
-    with pytest.raises(InvalidInput, match="is one of a backfill"):
-        store.commit_stages(["s"])
+    for wrong in ([2, 1], [1, 1], [0], [11]):
+        with pytest.raises(InvalidInput, match="must ascend and lie in"):
+            fill(store, "q", 1, 11, wrong)
+    nulls = pa.record_batch({"offset": pa.array([None], pa.int64())})
+    with pytest.raises(InvalidInput, match="a fill: offset of a row is null"):
+        store.fill([nulls], queue="q", begin=1, end=11)
     publish(piped, 5)
     while penstock.route_once(piped):
         pass

@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock import InvalidInput, Message, limits
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import ReadCommand
+from penstock.flight.protocol import ActionTicket, ReadCommand, SnapshotTicket
 from penstock.server import in_process_server
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def read(store: FlightStore) -> Callable[..., list[int]]:
     def reading(action: str, *parts: int, **ticket: Any) -> list[int]:
         found = []
         for part in parts or range(PARTS):
-            given = {"command": ACTIVE, "run": run, **ticket}
-            for batch in store.read(store.action_ticket("frame", action, part, **given)):
+            given: dict[str, Any] = {"command": ACTIVE, "run": run, **ticket}
+            for batch in store.read(ActionTicket("frame", action, part, **given)):
                 found += batch.column("message_id").to_pylist()
         return sorted(found)
 
@@ -112,8 +112,8 @@ def test_parts_of_two_runs_of_a_server_are_not_mixed(
         store = FlightStore(other.location)
 
         def read(action: str, part: int, *, again: bool = False) -> int:
-            given = {"command": ACTIVE, "run": run, "again": again}
-            batches = store.read(store.action_ticket("frame", action, part, **given))
+            given: dict[str, Any] = {"command": ACTIVE, "run": run, "again": again}
+            batches = store.read(ActionTicket("frame", action, part, **given))
             return sum(batch.num_rows for batch in batches)
 
         for part, again in ((1, False), (0, True)):
@@ -151,7 +151,7 @@ def test_a_held_snapshot_has_every_table(broker: penstock.Broker, store: FlightS
 
     def count(table: str, **selection: Any) -> int:
         command = ReadCommand(table, partitions=2, **selection)
-        tickets = [store.snapshot_ticket(held.snapshot, part, command) for part in range(2)]
+        tickets = [SnapshotTicket(held.snapshot, part, command) for part in range(2)]
         return sum(batch.num_rows for each in tickets for batch in store.read(each))
 
     assert (count("active"), count("done"), count("log"), count("attempts")) == (40, 0, 40, 0)
@@ -159,7 +159,7 @@ def test_a_held_snapshot_has_every_table(broker: penstock.Broker, store: FlightS
     assert count("stats", queue=["q"]) > 0
     assert store.hold_snapshot(held.snapshot) == held
     with pytest.raises(InvalidInput, match="part is 2; allowed are 0 to 1"):
-        list(store.read(store.snapshot_ticket(held.snapshot, 2, ReadCommand("done", partitions=2))))
+        list(store.read(SnapshotTicket(held.snapshot, 2, ReadCommand("done", partitions=2))))
     assert store.drop_snapshot(held.snapshot)
     for call in (store.hold_snapshot, store.drop_snapshot):
         with pytest.raises(InvalidInput, match="has expired"):
@@ -187,6 +187,6 @@ def test_reads_of_one_snapshot_are_bounded(
     held = store.hold_snapshot()
     tables = [ReadCommand(table) for table in ("active", "done", "failed")]
     for command in tables[:2]:
-        list(store.read(store.snapshot_ticket(held.snapshot, 0, command)))
+        list(store.read(SnapshotTicket(held.snapshot, 0, command)))
     with pytest.raises(InvalidInput, match="at most 2 different reads"):
-        list(store.read(store.snapshot_ticket(held.snapshot, 0, tables[2])))
+        list(store.read(SnapshotTicket(held.snapshot, 0, tables[2])))

@@ -11,6 +11,7 @@ import pytest
 from penstock import InvalidFilter, InvalidInput, Message, QueueNotFound, limits
 from penstock.flight import TABLES, schema_of
 from penstock.flight.client import FlightStore
+from penstock.flight.protocol import LogTicket
 from penstock.flight.tables import WITH_PAYLOAD
 from penstock.model import QueueSpec, State
 from penstock.server import in_process_server
@@ -516,7 +517,7 @@ def test_snapshots_are_bounded(life: penstock.Broker, store: FlightStore) -> Non
     with pytest.raises(InvalidInput, match="wait for their readers or are being read"):
         store.plan_read("queues")
     with pytest.raises(InvalidInput, match="try again in 10 seconds"):
-        list(store.read(store.log_ticket(0, 1, 5)))
+        list(store.read(LogTicket(0, 1, 5)))
     # One that was read to its end makes room.
     list(store.read(unread[7]))
     store.plan_read("queues")
@@ -546,7 +547,7 @@ def test_a_client_makes_tickets_for_the_log(
     life: penstock.Broker, server: FlightListener, store: FlightStore
 ) -> None:
     for begin, end in ((1, 61), (0, 5), (17, 18), (30, 30), (25, 40)):
-        ticket = store.log_ticket(0, begin, end, columns=["offset", "payload"])
+        ticket = LogTicket(0, begin, end, columns=["offset", "payload"])
         found = [row for batch in store.read(ticket) for row in batch.to_pylist()]
         assert [row["offset"] for row in found] == list(range(max(begin, 1), end))
         assert all(row["payload"] for row in found)
@@ -557,9 +558,9 @@ def test_a_stretch_that_is_not_there_is_refused(
     life: penstock.Broker, store: FlightStore, clock: ManualClock
 ) -> None:
     with pytest.raises(InvalidInput, match="log 0 ends at 61"):
-        list(store.read(store.log_ticket(0, 1, 62)))
+        list(store.read(LogTicket(0, 1, 62)))
     with pytest.raises(InvalidInput, match="no log 3"):
-        list(store.read(store.log_ticket(3, 1, 2)))
+        list(store.read(LogTicket(3, 1, 2)))
     life.configure_log(retention_ms=1)
     clock.advance(2 * 3_600_000)
     life.sweep()
@@ -568,8 +569,8 @@ def test_a_stretch_that_is_not_there_is_refused(
     life.sweep()
     assert life.log_stats().earliest == 61
     with pytest.raises(InvalidInput, match="is kept from offset 61 on"):
-        list(store.read(store.log_ticket(0, 60, 62)))
-    assert sum(batch.num_rows for batch in store.read(store.log_ticket(0, 61, 62))) == 1
+        list(store.read(LogTicket(0, 60, 62)))
+    assert sum(batch.num_rows for batch in store.read(LogTicket(0, 61, 62))) == 1
 
 
 # --- bounds and wrong inputs --------------------------------------------------------------------
@@ -584,7 +585,7 @@ def test_batches_are_bounded(broker: penstock.Broker, store: FlightStore) -> Non
     assert max(sizes) <= 50_000
     assert len(sizes) <= 5
     broker.publish(Message(b"x" * 3_000_000, {}) for _ in range(20))
-    ticket = store.log_ticket(0, 70_001, 70_021, payload=True)
+    ticket = LogTicket(0, 70_001, 70_021, payload=True)
     assert max(batch.nbytes for batch in store.read(ticket)) < 40_000_000
 
 

@@ -363,7 +363,7 @@ def test_a_fault_of_ours_is_not_told_to_clients(
 
     monkeypatch.setattr(broker, "log_stats", fail)
     with pytest.raises(fl.FlightInternalError, match="ZeroDivisionError: oops"):
-        store.watermarks()
+        store.log_stats()
     assert "a Flight call failed" in caplog.text
 
 

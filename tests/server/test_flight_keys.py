@@ -13,7 +13,14 @@ import penstock
 from penstock import InvalidInput, Message, NotAllowed
 from penstock.errors import ServerUnreachable
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import CopyTicket, ReadCommand, encode
+from penstock.flight.protocol import (
+    ActionTicket,
+    CopyTicket,
+    LogTicket,
+    ReadCommand,
+    SnapshotTicket,
+    encode,
+)
 from penstock.server import running
 from penstock.server.keys import add_key
 from penstock.spark.options import read_options, write_options
@@ -73,10 +80,10 @@ MATRIX: list[tuple[str, Callable[[FlightStore], Any], set[str]]] = [
     ("read all", lambda s: s.read_table("active"), {"root", "viewer"}),
     ("read the log", lambda s: s.read_table("log"), {"root", "viewer"}),
     ("read queues", lambda s: s.read_table("queues", queue="orders"), {"root", "viewer"}),
-    ("ticket", lambda s: list(s.read(s.log_ticket(0, 1, 2))), {"root", "viewer"}),
+    ("ticket", lambda s: list(s.read(LogTicket(0, 1, 2))), {"root", "viewer"}),
     ("info", lambda s: s.info(), {"root", "viewer"}),
     ("stats", lambda s: s.stats(), {"root", "viewer"}),
-    ("watermarks", lambda s: s.watermarks(), {"root", "viewer"}),
+    ("offset", lambda s: s.offset_at(1), {"root", "viewer"}),
     ("log stats", lambda s: s.log_stats(), {"root", "viewer"}),
     ("filters", lambda s: s.filters(1), {"root", "viewer"}),
     ("route plan", lambda s: s.route_plan(), {"root", "viewer"}),
@@ -87,7 +94,7 @@ MATRIX: list[tuple[str, Callable[[FlightStore], Any], set[str]]] = [
     ("collect", lambda s: s.collect([1]), {"root"}),
     ("take epoch", lambda s: s.take_epoch(), {"root"}),
     ("stage", lambda s: s.stage("s", [], log=0, begin=1, end=2), {"root"}),
-    ("fill", lambda s: s.fill_stage("s", [], queue="orders", begin=1, end=2), {"root"}),
+    ("fill", lambda s: s.fill([], queue="orders", begin=1, end=2), {"root"}),
     ("drop", lambda s: s.drop_stages(["s"]), {"root"}),
     ("copy", copy_of, {"root"}),
 ]
@@ -166,10 +173,9 @@ def test_snapshots_that_readers_share_show_a_key_its_queues(
     with pytest.raises(NotAllowed):
         worker.check_read("active")
 
-    def tickets(table: str, queue: str | None) -> tuple[bytes, bytes]:
+    def tickets(table: str, queue: str | None) -> tuple[SnapshotTicket, ActionTicket]:
         command = ReadCommand(table, queue=queue)
-        action = worker.action_ticket("frame", "1", 0, command=command, run=run)
-        return worker.snapshot_ticket(held, 0, command), action
+        return SnapshotTicket(held, 0, command), ActionTicket("frame", "1", 0, command, run)
 
     of_snapshot, of_action = tickets("active", "orders")
     for store, ticket in ((viewer, of_snapshot), (viewer, of_action), (worker, of_action)):
@@ -331,12 +337,6 @@ def test_who_says_which_messages_a_queue_gets_administers_all_queues(
     with running(broker, flight="127.0.0.1:0", keys=path) as server:
         store = FlightStore(server.location("flight"), token=token)
         store.redrive("orders")
-        fills: list[Callable[[], Any]] = [
-            lambda: store.fill_stage("s", [], queue="orders-eu", begin=1, end=2),
-            lambda: store.commit_fill(["s"], queue="orders-eu", begin=1, end=2),
-            lambda: store.restore([], queue="orders-eu", begin=1, end=2),
-        ]
-        for fill in fills:
-            with pytest.raises(NotAllowed, match="key 'team' may not admin on all queues"):
-                fill()
+        with pytest.raises(NotAllowed, match="key 'team' may not admin on all queues"):
+            store.fill([], queue="orders-eu", begin=1, end=2)
     assert broker.stats("orders-eu").available == 0

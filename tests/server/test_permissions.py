@@ -28,7 +28,7 @@ from penstock import server as gateways
 from penstock.client.calls import Verbs
 from penstock.flight import TABLES
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import PUTS, HistoryStretch
+from penstock.flight.protocol import PUTS, HistoryStretch, HistoryTicket, LogTicket
 from penstock.flight.service import FlightService
 from penstock.model import Cursor
 from penstock.server import admin as operations
@@ -552,8 +552,7 @@ FLIGHT = [
         but(lambda s, *_: s.stage("s", [], log=0, begin=1, end=2), "inline"),
         "admin:*",
     ),
-    row("FillStage", lambda s, _, q: s.fill_stage("s", [], queue=q, begin=1, end=2), "admin:*"),
-    row("RestoreCommand", lambda s, _, q: s.restore([], queue=q, begin=1, end=1), "admin:*"),
+    row("FillCommand", lambda s, _, q: s.fill([], queue=q, begin=1, end=1), "admin:*"),
     *(row(f"table {name}", table(name), "consume|admin") for name in sorted(BY_QUEUE)),
     *(
         row(f"table {name}", but(table(name), "no queues to choose"), LOOK)
@@ -566,20 +565,15 @@ FLIGHT = [
         "consume:b|admin:b",
     ),
     row("table of all", lambda s, *_: s.read_table("active"), LOOK),
-    row("LogTicket", lambda s, *_: list(s.read(s.log_ticket(0, 1, 2))), LOOK),
+    row("LogTicket", lambda s, *_: list(s.read(LogTicket(0, 1, 2))), LOOK),
     row(
         "HistoryTicket",
-        lambda s, _, q: list(s.read_history("done", [HistoryStretch(q, 0, "done", 0, 0)])),
+        lambda s, _, q: list(s.read(HistoryTicket("done", [HistoryStretch(q, 0, "done", 0, 0)]))),
         "consume|admin",
     ),
     row("history_ends", lambda s, _, q: s.history_ends(q), "consume|admin"),
     row("history_ends of all", lambda s, *_: s.history_ends(), LOOK),
     row("history_ends of none", lambda s, *_: s.history_ends([]), LOOK),
-    row(
-        "check_history",
-        lambda s, _, q: s.check_history([HistoryStretch(q, 0, "done", 0, 0)]),
-        "consume|admin",
-    ),
     row("get_schema", lambda s, *_: s.schema("active"), KNOWN),
     row("info", lambda s, *_: s.info(), LOOK),
     row("check_read", lambda s, *_: s.check_read("active"), LOOK),
@@ -591,16 +585,11 @@ FLIGHT = [
     row("take_epoch", lambda s, *_: s.take_epoch(), "admin:*"),
     row("commit_stages", but(lambda s, *_: s.commit_stages(["none"]), "none"), "admin:*"),
     row("drop_stages", lambda s, *_: s.drop_stages(["s"]), "admin:*"),
-    row(
-        "commit_fill",
-        but(lambda s, _, q: s.commit_fill(["none"], queue=q, begin=1, end=2), "none"),
-        "admin:*",
-    ),
     row("backfill_plan", lambda s, _, q: s.backfill_plan(q), "consume|admin"),
     row("redrive", lambda s, _, q: s.redrive(q), "admin"),
     row("trim", lambda s, _, q: s.trim(q, state="done", before=1), "admin"),
     row("collect", lambda s, *_: s.collect([1]), "admin:*"),
-    row("watermarks", lambda s, *_: s.watermarks(), LOOK),
+    row("offset_at", lambda s, *_: s.offset_at(1), LOOK),
     row("sweep", lambda s, *_: s.sweep(), "admin:*"),
     row("stats", lambda s, *_: s.stats(), LOOK),
 ]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.filters import Row, parse
+from penstock.flight.protocol import MATCHES
 from penstock.flight.tables import schema_of
 from penstock.spark import matching
 from penstock.spark.matching import compiled, match_batch, matcher_of
@@ -103,7 +104,7 @@ def naive(filters: dict[str, str], messages: list[Given]) -> list[tuple[int, str
 
 
 def pairs(found: pa.RecordBatch) -> list[tuple[int, str]]:
-    assert found.schema == matching.MATCHES
+    assert found.schema == MATCHES
     return list(zip(*found.to_pydict().values(), strict=True))
 
 

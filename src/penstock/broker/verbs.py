@@ -127,8 +127,7 @@ class LogBroker(StoreReader):
 
         def offset(place: int | datetime | str, name: str) -> int:
             if isinstance(place, datetime):
-                time_ms = int(place.timestamp() * 1000)
-                return self._look(lambda _: self._store.offset_at(time_ms))
+                return self.offset_at(int(place.timestamp() * 1000))
             if isinstance(place, str):
                 allowed = "an offset, a datetime or 'earliest'"
                 raise InvalidInput(f"{name} is {allowed}, not {place!r:.100}")
@@ -136,6 +135,11 @@ class LogBroker(StoreReader):
 
         begin = 0 if from_ == "earliest" else offset(from_, "from_")
         return begin, limits.MAX_OFFSET if to is None else offset(to, "to")
+
+    def offset_at(self, time_ms: int) -> int:
+        """Return an offset at or before the first message that was published then or later."""
+        check_count(time_ms, "time_ms", 0, limits.MAX_OFFSET)
+        return self._look(lambda _: self._store.offset_at(time_ms))
 
     def configure_log(
         self,

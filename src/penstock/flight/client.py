@@ -7,7 +7,6 @@ executors; the connection is made when it is first used, one per process. Needs 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 from concurrent.futures import Future
@@ -20,10 +19,12 @@ import pyarrow.flight as fl
 
 from penstock import limits
 from penstock.clock import SystemClock
-from penstock.errors import InvalidMessage, LimitReached, ServerUnreachable
+from penstock.errors import ServerUnreachable
 from penstock.flight import protocol
 from penstock.flight.location import TURN_SECONDS, locate, tls_trouble, turns
-from penstock.flight.protocol import Actions, FilledCounts, Published, SnapshotFacts, encode
+from penstock.flight.protocol import MATCHES, OFFSETS, Actions, Published, SnapshotFacts
+from penstock.store.filling import Filled
+from penstock.store.transfer import CopyPage, CopyStart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # Waits between the tries of a call that may be repeated, while no server answers.
 BACKOFF_MS: Final = (100, 200, 400, 800, 1_600, 3_200, 3_200)
-_ROW: Final = re.compile(r"^row (\d+)")
-_BEFORE: Final = re.compile(r"\((\d+) rows before were published\)$")
-# The words of a limit that is reached; they are true of one call, not of those before it.
-_NOTHING: Final = "Nothing was changed"
 _SILENT: Final = ("Detail: TimedOut", "Detail: Unavailable", "Detail: Cancelled")
 # How often a read of the log goes on after the server went away, without a row in between.
 _TRIES: Final = 4
@@ -110,37 +107,27 @@ class FlightStore(Actions):
             lambda client: client.get_schema(_descriptor(command), self._call(limits.MAX_CALL_MS))
         ).schema
 
-    @staticmethod
-    def log_ticket(log: int, begin: int, end: int, **selection: Any) -> bytes:
-        """Make a ticket for [begin, end) of a log; ``selection`` as LogTicket has it."""
-        return encode(protocol.LogTicket(log, begin, end, **selection))
+    def read(
+        self, ticket: bytes | msgspec.Struct, *, idle_ms: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a ticket, a batch at a time, each within ``idle_ms``.
 
-    @staticmethod
-    def action_ticket(frame: str, action: str, part: int, **reading: Any) -> bytes:
-        """Make a ticket for a part of a table that the readers of an action share.
-
-        ``reading``: the other fields of :class:`~penstock.flight.protocol.ActionTicket`.
+        Any process can make tickets: :mod:`penstock.flight.protocol` has them.
         """
-        return encode(protocol.ActionTicket(frame, action, part, **reading))
-
-    @staticmethod
-    def snapshot_ticket(snapshot: str, part: int, command: protocol.ReadCommand) -> bytes:
-        """Make a ticket for a part of a table of a snapshot that ``hold_snapshot`` has taken."""
-        return encode(protocol.SnapshotTicket(snapshot, part, None, command))
-
-    @staticmethod
-    def narrowed(ticket: bytes, queues: Sequence[str]) -> bytes:
-        """Make of a ticket of a snapshot one for some of its queues alone."""
-        known = protocol.decode(ticket, protocol.SnapshotTicket, "ticket")
-        return encode(msgspec.structs.replace(known, queues=list(queues)))
-
-    def read(self, ticket: bytes, *, idle_ms: int | None = None) -> Iterator[pa.RecordBatch]:
-        """Read the rows of a ticket, a batch at a time, each within ``idle_ms``."""
         idle_ms = idle_ms or limits.MAX_WORK_CALL_MS
-        reader = self._again(lambda client: _opened(client, ticket, self._call(None), idle_ms))
+        body = ticket if isinstance(ticket, bytes) else protocol.encode(ticket)
+        # A deadline would end the whole stream, however well it flows.
+        options = self._call(None)
+        reader = self._again(
+            lambda client: _within(
+                idle_ms,
+                lambda: client.do_get(fl.Ticket(body), options),
+                lambda opening: opening.add_done_callback(_cancel_late),
+            )
+        )
         while True:
             with _translated(self.location):
-                chunk = _next_chunk(reader, idle_ms)
+                chunk = _within(idle_ms, lambda: next(reader, None), lambda _: reader.cancel())
             if chunk is None:
                 return
             yield chunk.data
@@ -163,7 +150,7 @@ class FlightStore(Actions):
         filtered = any(selection.get(name) is not None for name in ("filter", "where"))
         idle_ms = limits.MAX_WORK_CALL_MS if filtered else limits.MAX_READ_IDLE_MS
         while True:
-            ticket = self.log_ticket(log, begin, end, columns=columns, **selection)
+            ticket = protocol.LogTicket(log, begin, end, columns=columns, **selection)
             try:
                 for batch in self.read(ticket, idle_ms=idle_ms):
                     if batch.num_rows:
@@ -177,15 +164,6 @@ class FlightStore(Actions):
                 self.info()
             else:
                 return
-
-    def read_history(
-        self, of: str, stretches: Sequence[protocol.HistoryStretch], **selection: Any
-    ) -> Iterator[pa.RecordBatch]:
-        """Read stretches of done or failed messages, or the attempts at them.
-
-        ``selection``: payload, columns, filter and where.
-        """
-        return self.read(encode(protocol.HistoryTicket(of, stretches, **selection)))
 
     def queues(self, names: Sequence[str] | None = None) -> QueueTimes:
         """Ask which queues there are; one of ``names`` that is not there is an error."""
@@ -206,14 +184,10 @@ class FlightStore(Actions):
         """
         published = duplicates = 0
         for batch in _portions(batches):
-            try:
-                said = self._put(protocol.PublishCommand(), [batch], schema, again=again)
-            except InvalidMessage as error:
-                raise _renumbered(error, published) from None
-            except LimitReached as error:
-                before = f"{published} rows before were published" if published else _NOTHING
-                raise LimitReached(str(error).replace(_NOTHING, before)) from None
-            one = msgspec.json.decode(said, type=Published)
+            command = protocol.PublishCommand(before=published)
+            one = msgspec.json.decode(
+                self._put(command, [batch], schema, again=again), type=Published
+            )
             published, duplicates = published + one.published, duplicates + one.duplicates
         return Published(published, duplicates)
 
@@ -229,29 +203,22 @@ class FlightStore(Actions):
         return parts
 
     def stage(self, stage: str, batches: Iterable[pa.RecordBatch], **stretch: Any) -> None:
-        """Stage all assignments (offset, queue) of a stretch of a log: ``log``, ``begin``, ``end``.
+        """Stage all assignments (offset, queue) of a stretch of a log.
 
-        ``filters_version`` and ``epoch`` as :class:`~penstock.flight.protocol.StageCommand` has
-        them.
+        ``stretch``: the other fields of :class:`~penstock.flight.protocol.StageCommand`.
         """
-        schema = pa.schema([("offset", pa.int64()), ("queue", pa.string())])
-        self._put(protocol.StageCommand(stage, **stretch), batches, schema)
+        self._put(protocol.StageCommand(stage, **stretch), batches, MATCHES)
 
-    def fill_stage(self, stage: str, batches: Iterable[pa.RecordBatch], **stretch: Any) -> None:
-        """Stage all messages (offset) of a stretch that a backfill puts into a queue.
+    def fill(
+        self, batches: Iterable[pa.RecordBatch], schema: pa.Schema = OFFSETS, **stretch: Any
+    ) -> Filled:
+        """Put all messages of a stretch that its filter wants into a queue, ascending.
 
-        ``stretch``: ``queue``, ``begin`` and ``end``.
+        The schema says whether they are messages of the log or archived ones (``ARCHIVED``).
+        ``stretch``: the fields of :class:`~penstock.flight.protocol.FillCommand`.
         """
-        schema = pa.schema([("offset", pa.int64())])
-        self._put(protocol.FillStage(stage, **stretch), batches, schema)
-
-    def restore(self, batches: Iterable[pa.RecordBatch], **stretch: Any) -> FilledCounts:
-        """Put archived messages (:data:`protocol.RESTORED`) of a stretch into a queue.
-
-        ``stretch``: ``queue``, ``begin``, ``end`` and ``filter``.
-        """
-        said = self._put(protocol.RestoreCommand(**stretch), batches, protocol.RESTORED)
-        return msgspec.json.decode(said, type=FilledCounts)
+        said = self._put(protocol.FillCommand(**stretch), batches, schema)
+        return msgspec.json.decode(said, type=Filled)
 
     # --- calls ---------------------------------------------------------------------------
 
@@ -277,20 +244,18 @@ class FlightStore(Actions):
         """Send batches; return the server's last answer."""
         # All at hand before the first is sent: a stage that ends early would be taken for whole.
         rows = list(batches)
-        # A stage or a part of a spool is answered once, at its end; the others after each batch.
-        staged = isinstance(command, protocol.StageCommand | protocol.FillStage) or (
-            isinstance(command, protocol.PublishCommand) and command.spool is not None
+        limit = (
+            limits.MAX_BULK_CALL_MS
+            if isinstance(command, protocol.FillCommand)
+            else limits.MAX_WORK_CALL_MS
         )
 
         def call(client: fl.FlightClient) -> bytes:
-            within = self._call(limits.MAX_WORK_CALL_MS)
-            writer, reader = client.do_put(_descriptor(command), schema, within)
+            writer, reader = client.do_put(_descriptor(command), schema, self._call(limit))
             answer = b""
             try:
                 for batch in rows:
                     writer.write_batch(batch)
-                    if not staged and (said := reader.read()) is not None:
-                        answer = said.to_pybytes()
                 writer.done_writing()
                 while (said := reader.read()) is not None:
                     answer = said.to_pybytes()
@@ -383,55 +348,27 @@ class FlightStore(Actions):
         return fl.FlightCallOptions(timeout=timeout, headers=headers)
 
 
-def _opened(
-    client: fl.FlightClient, ticket: bytes, options: fl.FlightCallOptions, idle_ms: int
-) -> fl.FlightStreamReader:
-    """Open a stream, or give up if its schema does not come.
+def _within(idle_ms: int, call: Callable[[], _T], give_up: Callable[[Future[_T]], object]) -> _T:
+    """Make a call of a read, in another thread: no deadline ends it, and it may be silent."""
+    answer: Future[_T] = Future()
 
-    A deadline would end the whole stream, however well it flows, and opening can't be cancelled:
-    so another thread opens it.
-    """
-    opening: Future[fl.FlightStreamReader] = Future()
-
-    def open_it() -> None:
+    def run() -> None:
         try:
-            opening.set_result(client.do_get(fl.Ticket(ticket), options))
+            answer.set_result(call())
         except BaseException as error:
-            opening.set_exception(error)
+            answer.set_exception(error)
 
-    def give_up(late: Future[fl.FlightStreamReader]) -> None:
-        if late.exception() is None:
-            late.result().cancel()
-
-    threading.Thread(target=open_it, name="penstock-open", daemon=True).start()
+    threading.Thread(target=run, name="penstock-read", daemon=True).start()
     try:
-        return opening.result(idle_ms / 1000)
+        return answer.result(idle_ms / 1000)
     except TimeoutError:
-        opening.add_done_callback(give_up)
-        raise fl.FlightTimedOutError(f"a read did not begin within {idle_ms} ms") from None
+        give_up(answer)
+        raise fl.FlightTimedOutError(f"a read brought nothing for {idle_ms} ms") from None
 
 
-def _next_chunk(reader: fl.FlightStreamReader, idle_ms: int) -> fl.FlightStreamChunk | None:
-    """Return the next chunk of a stream, or None at its end; ends a stream that is silent."""
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        reader.cancel()
-
-    timer = threading.Timer(idle_ms / 1000, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        return reader.read_chunk()
-    except StopIteration:
-        return None
-    except fl.FlightCancelledError:
-        if late.is_set():
-            raise fl.FlightTimedOutError(f"a read brought nothing for {idle_ms} ms") from None
-        raise
-    finally:
-        timer.cancel()
+def _cancel_late(opening: Future[fl.FlightStreamReader]) -> None:
+    if opening.exception() is None:
+        opening.result().cancel()
 
 
 def _portions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -441,14 +378,6 @@ def _portions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         step = max(1, min(limits.MAX_PUT_CHUNK_MESSAGES, batch.num_rows // large))
         for begin in range(0, batch.num_rows, step):
             yield batch.slice(begin, step)
-
-
-def _renumbered(error: InvalidMessage, rows: int) -> InvalidMessage:
-    """Count the rows of an error from the first of the publish, not of its portion."""
-    text = _ROW.sub(lambda found: f"row {int(found[1]) + rows}", str(error))
-    return InvalidMessage(
-        _BEFORE.sub(lambda found: f"({int(found[1]) + rows} rows before were published)", text)
-    )
 
 
 class RouteStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -477,18 +406,49 @@ def route_status(
     >>> route_status("grpc://127.0.0.1:8815").behind    # doctest: +SKIP
     0
     """
-    client = FlightStore(location, token=token, ca=ca)
-    routing, marks = client.info().routing, client.watermarks()
-    inline = routing == "inline"
-    cursors = dict.fromkeys(marks.cursors, marks.end) if inline else marks.cursors
+    log = FlightStore(location, token=token, ca=ca).log_stats()
+    inline = log.routing == "inline"
+    cursors = dict.fromkeys(log.cursors, log.end) if inline else log.cursors
     return RouteStatus(
-        routing=routing,
-        epoch=0 if inline else client.route_plan(max_offsets=1).epoch,
+        routing=log.routing,
+        epoch=0 if inline else log.epoch,
         cursors=cursors,
-        routed_up_to=marks.end if inline else marks.routed_up_to,
-        end=marks.end,
-        lag={log: max(0, marks.end - cursor) for log, cursor in cursors.items()},
+        routed_up_to=log.end if inline else log.routed_up_to,
+        end=log.end,
+        lag={number: max(0, log.end - cursor) for number, cursor in cursors.items()},
     )
+
+
+class ServedSource:
+    """A store that a server reads, as of the moment at which it was asked: the source of a copy."""
+
+    def __init__(self, client: FlightStore, snapshot: str) -> None:
+        self._client, self._snapshot = client, snapshot
+        (start,) = self._parts()
+        assert isinstance(start, CopyStart)
+        self.start = start
+
+    @classmethod
+    @contextmanager
+    def hold(cls, location: str) -> Iterator[ServedSource]:
+        """Ask a server to hold a snapshot meanwhile."""
+        client = FlightStore(location)
+        held = client.hold_snapshot()
+        try:
+            yield cls(client, held.snapshot)
+        finally:
+            client.drop_snapshot(held.snapshot)
+
+    def pages(self, section: int = 0, rows: int = 0) -> Iterator[CopyPage]:
+        """Read pages from a row of a section on."""
+        for part in self._parts(section=section, rows=rows, at_ms=self.start.at_ms):
+            if isinstance(part, CopyPage):
+                yield part
+
+    def _parts(self, **wanted: Any) -> Iterator[CopyStart | CopyPage]:
+        for batch in self._client.read(protocol.CopyTicket(self._snapshot, **wanted)):
+            for part in batch.column("part"):
+                yield msgspec.msgpack.decode(part.as_py(), type=CopyStart | CopyPage)
 
 
 def _descriptor(command: msgspec.Struct) -> fl.FlightDescriptor:

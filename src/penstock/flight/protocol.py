@@ -33,15 +33,18 @@ T = TypeVar("T")
 
 # To be raised with every change of a command, a ticket or an action: a server refuses Penstock's
 # clients of another number. Clients that say none are somebody else's, who writes the JSON himself.
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 PROTOCOL_HEADER: Final = "penstock-protocol"
 # gRPC bounds headers to 8 KiB, and the text travels twice.
 MAX_ERROR_CHARS: Final = 1_000
-# The columns of a restore; of a row only the payload may be null.
-RESTORED: Final = make_schema(
+# The columns of a fill: messages of the log, or archived ones. Only the payload may be null.
+OFFSETS: Final = make_schema("offset long?")
+ARCHIVED: Final = make_schema(
     "offset long?, published_at time?, group string?, priority int?, size long?, delay_ms long?, "
     "attributes_json string?, payload binary?"
 )
+# The columns of a stage: messages of the log, and the queues that want them.
+MATCHES: Final = make_schema("offset long?, queue string?")
 # Any sequence will do for a list.
 encode: Final = msgspec.json.Encoder(enc_hook=list).encode
 
@@ -68,15 +71,12 @@ class ReadCommand(_Command):
 
 
 class SnapshotTicket(_Command, tag_field="table", tag="snapshot"):
-    """DoGet: a part of a snapshot that GetFlightInfo has taken; of these queues, if it says so.
-
-    Of a snapshot that ``hold_snapshot`` has taken, a part of the table that ``command`` names.
-    """
+    """DoGet: a part of a table of a snapshot; of these queues, if it says so."""
 
     snapshot: str
     part: int
+    command: ReadCommand
     queues: Sequence[str] | None = None
-    command: ReadCommand | None = None
 
 
 class ActionTicket(_Command, tag_field="table", tag="action"):
@@ -144,10 +144,14 @@ class HistoryTicket(_Command, tag_field="table", tag="history"):
 
 
 class PublishCommand(_Command, tag_field="op", tag="publish"):
-    """DoPut: rows to publish; with a spool, as a part of it that ``publish_part`` publishes."""
+    """DoPut: rows to publish, or a part of a spool that ``publish_part`` publishes.
+
+    ``before``: rows of the same write that other calls have published, for messages of errors.
+    """
 
     spool: str | None = None
     part: str = ""
+    before: int = 0
 
 
 class StageCommand(_Command, tag_field="op", tag="stage"):
@@ -165,17 +169,11 @@ class StageCommand(_Command, tag_field="op", tag="stage"):
     assign: bool = False
 
 
-class FillStage(_Command, tag_field="op", tag="fill_stage"):
-    """DoPut: all messages of a stretch that a backfill puts into a queue."""
+class FillCommand(_Command, tag_field="op", tag="fill"):
+    """DoPut: all messages of a stretch that a backfill puts into a queue.
 
-    stage: str
-    queue: str
-    begin: int
-    end: int
-
-
-class RestoreCommand(_Command, tag_field="op", tag="restore"):
-    """DoPut: archived messages of a stretch below the log that a backfill puts into a queue."""
+    ``filter`` is the one that they were matched by, from backfill_plan.
+    """
 
     queue: str
     begin: int
@@ -183,7 +181,7 @@ class RestoreCommand(_Command, tag_field="op", tag="restore"):
     filter: str | None = None
 
 
-PUTS: Final = PublishCommand | StageCommand | FillStage | RestoreCommand
+PUTS: Final = PublishCommand | StageCommand | FillCommand
 
 
 def decode(body: bytes | None, kind: Any, what: str) -> Any:
@@ -258,23 +256,6 @@ class Committed(msgspec.Struct, frozen=True):
     placed: int
 
 
-class FilledCounts(msgspec.Struct, frozen=True):
-    """The messages of a fill: added, already in the queue, and gone from log or payloads."""
-
-    added: int
-    already: int
-    missing: int
-
-
-class Watermarks(msgspec.Struct, frozen=True):
-    """How far the logs are routed."""
-
-    cursors: dict[int, int]
-    routed_up_to: int
-    earliest: int
-    end: int
-
-
 class Stats(msgspec.Struct, frozen=True):
     """Everything that is counted."""
 
@@ -299,10 +280,6 @@ class _HistoryEnds(_Command):
     since_ms: int | None = None
 
 
-class _CheckHistory(_Command):
-    stretches: Sequence[HistoryStretch]
-
-
 class _RoutePlan(_Command):
     max_offsets: int | None = None
 
@@ -311,21 +288,16 @@ class _Filters(_Command):
     offset: int
 
 
+class _OffsetAt(_Command):
+    time_ms: int
+
+
 class _DropStages(_Command):
     stages: Sequence[str]
 
 
 class _CommitStages(_DropStages):
     epoch: int | None = None
-
-
-class CommitFill(_DropStages):
-    """Options of commit_fill; ``filter`` is the one that was matched by, from backfill_plan."""
-
-    queue: str
-    begin: int
-    end: int
-    filter: str | None = None
 
 
 class DropSpool(_Command):
@@ -342,8 +314,7 @@ class PublishPart(DropSpool):
 
 class _BackfillPlan(_Command, rename={"from_": "from"}):
     queue: str
-    from_: int | str | None = None
-    from_time_ms: int | None = None
+    from_: int | str = "earliest"
     to: int | None = None
     archived: bool = False
 
@@ -439,11 +410,11 @@ class Actions:
     )
     drop_spool = Action(DropSpool, bool, "Forget a spool.", _QUICK, field="dropped")
     log_stats = Action(_Command, LogStats, "The metadata log.", _QUICK, reads=True)
+    offset_at = Action(
+        _OffsetAt, int, "The first offset of a time.", _QUICK, reads=True, field="offset"
+    )
     history_ends = Action(
         _HistoryEnds, HistoryEnds, "How far the history of queues goes.", reads=True
-    )
-    check_history = Action(
-        _CheckHistory, bool, "Whether stretches are there whole.", reads=True, field="whole"
     )
     route_plan = Action(_RoutePlan, RoutePlan, "What to match next.", _QUICK, reads=True)
     filters = Action(_Filters, LiveFilters, "The live filters at an offset.", _QUICK, reads=True)
@@ -456,14 +427,12 @@ class Actions:
         field="results",
     )
     drop_stages = Action(_DropStages, int, "Forget stages.", _QUICK, field="dropped")
-    commit_fill = Action(CommitFill, FilledCounts, "Fill a queue from stages.")
     backfill_plan = Action(_BackfillPlan, BackfillPlan, "What is to be filled.", reads=True)
     redrive = Action(
         _Redrive, int, "Make failed messages available.", field="redriven", again=False
     )
     trim = Action(_Trim, int, "Remove old done or failed messages.", field="removed")
     collect = Action(_Collect, Collected, "Free payloads that nobody holds.")
-    watermarks = Action(_Command, Watermarks, "How far the logs are routed.", _QUICK, reads=True)
     sweep = Action(_Command, SweepCounts, "Do what is due.")
     stats = Action(_Command, Stats, "Stats of every queue and the store.", reads=True)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
@@ -23,24 +23,25 @@ import pyarrow.flight as fl
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.flight import protocol
-from penstock.flight.copies import COPY_SCHEMA, copy_batches
 from penstock.flight.guard import AcceptedHandshakes, FlightCall, FlightGuard
-from penstock.flight.history import check_stretches, ends_of, pieces_of
 from penstock.flight.protocol import ACTIONS, PUTS, decode, describe, encode
 from penstock.flight.snapshots import (
-    Part,
     Piece,
     Snapshot,
     Snapshots,
     TableParts,
+    check_stretches,
+    history_ends,
+    history_pieces,
     next_batch,
     of_queues,
     partition,
 )
 from penstock.flight.spools import Spools
 from penstock.flight.tables import Selection, read, select
-from penstock.flight.writes import Publisher, Restorer, Stages, commit, fill_offsets
+from penstock.flight.writes import Filler, Publisher, Stages, commit
 from penstock.server.security import told
+from penstock.store.transfer import read_pages, read_start
 from penstock.validation import check_count, check_optional
 
 if TYPE_CHECKING:
@@ -48,13 +49,16 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.model import BackfillPlan
+    from penstock.model import LiveFilters
     from penstock.server.keys import Keys
     from penstock.server.metrics import Metrics
     from penstock.server.security import Principal
     from penstock.store.snapshot import PinnedStore
+    from penstock.store.transfer import CopyPage, CopyStart
 
 log = logging.getLogger(__name__)
+
+COPY_SCHEMA: Final = pa.schema([pa.field("part", pa.binary(), nullable=False)])
 
 _READ: Final = ("consume", "admin")
 _TICKETS: Final = (
@@ -64,17 +68,10 @@ _TICKETS: Final = (
     | protocol.HistoryTicket
     | protocol.CopyTicket
 )
-# The command of a snapshot that was made for one table.
-_ALONE: Final = b""
 # Tables of one queue's messages; the others show rows of all queues.
 _BY_QUEUE: Final = {"active", "done", "failed", "attempts", "groups"}
 # Actions that check the key themselves: by its queues, or as the one that made the spool.
-_CHECKED_INSIDE: Final = (
-    *("check_read", "check_history", "history_ends"),
-    *("publish_part", "drop_spool"),
-)
-# Here the caller says which messages a queue gets, whatever its filter: as good as any filter.
-_FILLS: Final = (protocol.FillStage, protocol.RestoreCommand, protocol.CommitFill)
+_CHECKED_INSIDE: Final = {"check_read", "history_ends", "publish_part", "drop_spool"}
 
 # --- the service ----------------------------------------------------------------------------------
 
@@ -114,22 +111,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         self.snapshots = Snapshots(clock, broker.max_views)
         self.stages = Stages(clock)
         self.spools = Spools(clock)
-        self._restorer = Restorer(broker)
-        # The other actions are methods of the broker.
-        self._handlers: Final[dict[str, Callable[[Any], Any]]] = {
-            "info": self._info,
-            "filters": lambda options: broker.filters_at(options.offset),
-            "commit_stages": lambda options: commit(
-                broker, self.stages.get(options.stages), options.epoch
-            ),
-            "drop_stages": lambda options: self.stages.drop(options.stages),
-            "commit_fill": self._commit_fill,
-            "backfill_plan": self._backfill_plan,
-            "watermarks": lambda _: msgspec.convert(
-                broker.log_stats(), protocol.Watermarks, from_attributes=True
-            ),
-            "stats": self._stats,
-        }
+        self._filler = Filler(broker)
         super().__init__(
             location,
             auth_handler=AcceptedHandshakes(),
@@ -146,12 +128,11 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         principal = _principal(context)
         with translated(principal):
             command = decode(descriptor.command, protocol.ReadCommand, "command")
-            made = self._snapshot(command.table, _cutting(command, principal), principal)
-            table = made.tables[_ALONE]
+            key = encode(command)
+            made = self._snapshot(command.table, principal, _cutting(command, principal), key)
+            table = made.tables[key]
             endpoints = [
-                fl.FlightEndpoint(
-                    encode(protocol.SnapshotTicket(snapshot=made.name, part=part)), []
-                )
+                fl.FlightEndpoint(encode(protocol.SnapshotTicket(made.name, part, command)), [])
                 for part in range(len(table.parts))
             ]
             facts = protocol.SnapshotFacts(*_facts(made))
@@ -161,16 +142,17 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
     def _snapshot(
         self,
         table: str | None,
-        cut: Callable[[PinnedStore], TableParts] | None,
         principal: Principal,
+        cut: Callable[[PinnedStore], TableParts] | None = None,
+        key: bytes = b"",
     ) -> Snapshot:
-        """Pin the store for the reads of one key: of one table, or of any."""
+        """Pin the store for the reads of one key: of a table, or of any; cut the table at once."""
 
         def make() -> Snapshot:
             marks = table in {"done", "failed", None}
             pinned = self._broker.view(stats=table in {"stats", None}, marks=marks)
             try:
-                tables = {} if cut is None else {_ALONE: cut(pinned)}
+                tables = {} if cut is None else {key: cut(pinned)}
                 return Snapshot(pinned, principal.key_id, tables, held=table is None)
             except BaseException:
                 pinned.close()
@@ -178,16 +160,16 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
         return self.snapshots.add(make, principal.key_id)
 
-    def _hold_snapshot(self, name: str | None, principal: Principal) -> protocol.HeldSnapshot:
-        if name is None:
-            held = self._snapshot(None, None, principal)
+    def _hold_snapshot(self, options: Any, principal: Principal) -> protocol.HeldSnapshot:
+        if options.snapshot is None:
+            held = self._snapshot(None, principal)
         else:
-            held = self._owned(self.snapshots.find(name), principal)
+            held = self._owned(self.snapshots.find(options.snapshot), principal)
         return protocol.HeldSnapshot(*_facts(held), held.name)
 
-    def _drop_snapshot(self, name: str, principal: Principal) -> bool:
-        self._owned(self.snapshots.find(name), principal)
-        return self.snapshots.drop(name)
+    def _drop_snapshot(self, options: Any, principal: Principal) -> bool:
+        self._owned(self.snapshots.find(options.snapshot), principal)
+        return self.snapshots.drop(options.snapshot)
 
     @staticmethod
     def _owned(snapshot: Snapshot, principal: Principal) -> Snapshot:
@@ -216,101 +198,96 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         principal = _principal(context)
         with translated(principal):
             wanted = decode(ticket.ticket, _TICKETS, "ticket")
-            if isinstance(wanted, protocol.LogTicket):
-                principal.check_any(_READ)
-                check_count(wanted.begin, "begin", 0, limits.MAX_OFFSET)
-                check_count(wanted.end, "end", wanted.begin, limits.MAX_OFFSET)
-                return self._read_once(wanted, lambda pinned: _stretch(pinned, wanted), principal)
-            if isinstance(wanted, protocol.HistoryTicket):
-                _check_read(principal, {each.queue for each in wanted.stretches} or ["*"])
-                check_stretches(wanted.stretches, wanted.of)
-                return self._read_once(
-                    wanted, lambda pinned: [[*pieces_of(pinned, wanted.stretches)]], principal
-                )
             if isinstance(wanted, protocol.CopyTicket):
                 principal.check("admin")
                 self._owned(self.snapshots.find(wanted.snapshot), principal)
-                return fl.GeneratorStream(COPY_SCHEMA, self._copy(wanted))
+                batches = self._stream(wanted.snapshot, lambda pinned: _copy(pinned, wanted))
+                return fl.GeneratorStream(COPY_SCHEMA, batches)
+            if isinstance(wanted, protocol.LogTicket | protocol.HistoryTicket):
+                snapshot, table = self._numbered(wanted, principal)
+                batches = self._stream(
+                    snapshot.name,
+                    lambda pinned: read(pinned, table.parts[0], table.selection),
+                    temporary=True,
+                )
+                return fl.GeneratorStream(table.selection.schema, batches)
             snapshot, table = self._found(wanted, principal)
-            # Again: the key may be allowed less than when it asked.
-            _check_read(principal, table.queues)
             queues = getattr(wanted, "queues", None)
-            batches = self._batches(snapshot.name, table, wanted.part, queues, temporary=False)
+            # There may be fewer parts than were wanted: the others have no rows.
+            part = table.parts[wanted.part] if wanted.part < len(table.parts) else []
+            batches = self._stream(
+                snapshot.name,
+                lambda pinned: read(pinned, of_queues(part, queues), table.selection),
+                table=table if queues is None else None,
+                part=wanted.part,
+            )
             return fl.GeneratorStream(table.selection.schema, batches)
 
-    def _read_once(
-        self,
-        wanted: protocol.LogTicket | protocol.HistoryTicket,
-        cut: Callable[[PinnedStore], list[Part]],
-        principal: Principal,
-    ) -> fl.FlightDataStream:
-        """Read from a snapshot of its own what a client knows the numbers of."""
+    def _numbered(
+        self, wanted: protocol.LogTicket | protocol.HistoryTicket, principal: Principal
+    ) -> tuple[Snapshot, TableParts]:
+        """Make a snapshot for rows whose numbers the client knows."""
+        cut: Callable[[PinnedStore], Iterable[Piece]]
+        if isinstance(wanted, protocol.LogTicket):
+            principal.check_any(_READ)
+            check_count(wanted.begin, "begin", 0, limits.MAX_OFFSET)
+            check_count(wanted.end, "end", wanted.begin, limits.MAX_OFFSET)
+            cut = partial(_stretch, ticket=wanted)
+        else:
+            _check_queues(principal, {each.queue for each in wanted.stretches} or ["*"])
+            check_stretches(wanted.stretches, wanted.of)
+            cut = partial(history_pieces, stretches=wanted.stretches)
         selection = _selection(wanted)
         snapshot = self._snapshot(
-            "log", lambda pinned: TableParts(cut(pinned), selection, ()), principal
+            "log", principal, lambda pinned: TableParts([[*cut(pinned)]], selection)
         )
-        table = snapshot.tables[_ALONE]
+        (table,) = snapshot.tables.values()
         # Read once, and of no use to anybody if its reader never comes.
         table.unread.clear()
-        batches = self._batches(snapshot.name, table, 0, None, temporary=True)
-        return fl.GeneratorStream(selection.schema, batches)
+        return snapshot, table
 
     def _found(
         self, wanted: protocol.SnapshotTicket | protocol.ActionTicket, principal: Principal
     ) -> tuple[Snapshot, TableParts]:
         """Return a table of a snapshot that has the part that a ticket wants."""
-        if wanted.command is None:
-            snapshot = self._owned(self.snapshots.find(wanted.snapshot), principal)
-            table = snapshot.tables.get(_ALONE)
-            if table is None:
-                raise InvalidInput("the ticket has no command, which says what to read")
-            check_count(wanted.part, "part", 0, len(table.parts) - 1)
+        # The key may be allowed less than when it asked.
+        cut = _cutting(wanted.command, principal)
+        check_count(wanted.part, "part", 0, wanted.command.partitions - 1)
+        if isinstance(wanted, protocol.SnapshotTicket):
+            snapshot = self.snapshots.find(wanted.snapshot)
         else:
-            cut = _cutting(wanted.command, principal)
-            # There may be fewer parts than were wanted: the others have no rows.
-            check_count(wanted.part, "part", 0, wanted.command.partitions - 1)
-            if isinstance(wanted, protocol.SnapshotTicket):
-                snapshot = self.snapshots.find(wanted.snapshot)
-            else:
-                most = limits.MAX_STAGE_NAME_BYTES
-                if max(len(wanted.frame), len(wanted.action)) > most:
-                    raise InvalidInput(f"frame and action have at most {most} characters")
-                snapshot = self.snapshots.of_action(
-                    f"{principal.key_id} {wanted.frame}",
-                    wanted.action,
-                    wanted.part,
-                    lambda: self._snapshot(wanted.command.table, None, principal),
-                    sure=wanted.run == self._run or (wanted.part == 0 and not wanted.again),
-                )
-            self._owned(snapshot, principal)
-            table = self.snapshots.table(snapshot, encode(wanted.command), cut)
-        return snapshot, table
+            most = limits.MAX_STAGE_NAME_BYTES
+            if max(len(wanted.frame), len(wanted.action)) > most:
+                raise InvalidInput(f"frame and action have at most {most} characters")
+            snapshot = self.snapshots.of_action(
+                f"{principal.key_id} {wanted.frame}",
+                wanted.action,
+                wanted.part,
+                lambda: self._snapshot(wanted.command.table, principal),
+                sure=wanted.run == self._run or (wanted.part == 0 and not wanted.again),
+            )
+        self._owned(snapshot, principal)
+        return snapshot, self.snapshots.table(snapshot, encode(wanted.command), cut)
 
-    def _batches(
+    def _stream(
         self,
         name: str,
-        table: TableParts,
-        part: int,
-        queues: list[str] | None,
+        read_rows: Callable[[PinnedStore], Iterator[pa.RecordBatch]],
         *,
-        temporary: bool,
+        table: TableParts | None = None,
+        part: int = 0,
+        temporary: bool = False,
     ) -> Iterator[pa.RecordBatch]:
+        """Read batches of a snapshot, in turn with other readers."""
         with translated():
             try:
-                with self.snapshots.reading(name, table, part, queues) as snapshot:
-                    pieces = of_queues(table.parts[part] if part < len(table.parts) else [], queues)
-                    batches = read(snapshot.pinned, pieces, table.selection)
+                with self.snapshots.reading(name, table, part) as snapshot:
+                    batches = read_rows(snapshot.pinned)
                     while (batch := next_batch(batches)) is not None:
                         yield batch
             finally:
                 if temporary:
                     self.snapshots.drop(name)
-
-    def _copy(self, wanted: protocol.CopyTicket) -> Iterator[pa.RecordBatch]:
-        with translated(), self.snapshots.reading(wanted.snapshot, None) as snapshot:
-            batches = copy_batches(snapshot.pinned, wanted)
-            while (batch := next_batch(batches)) is not None:
-                yield batch
 
     # --- writing -------------------------------------------------------------------------
 
@@ -321,41 +298,38 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         reader: fl.MetadataRecordBatchReader,
         writer: fl.FlightMetadataWriter,
     ) -> None:
-        """Publish, restore or stage a stream of batches."""
+        """Publish, stage or fill in a stream of batches."""
         principal = _principal(context)
         with translated(principal):
             command = decode(descriptor.command, PUTS, "command")
             if isinstance(command, protocol.PublishCommand):
-                publisher = Publisher(self._broker, reader.schema, principal)
-                if command.spool is not None:
-                    batch = _only_batch(reader)
-                    publisher.check(batch)
-                    self.spools.add(command.spool, command.part, principal.key_id, batch)
-                    writer.write(encode({"spooled": batch.num_rows}))
+                publisher = Publisher(self._broker, reader.schema, principal, command.before)
+                if command.spool is None:
+                    for chunk in reader:
+                        writer.write(encode(publisher.publish(chunk.data)))
                     return
-                for chunk in reader:
-                    writer.write(encode(publisher.publish(chunk.data)))
+                batch = _only_batch(reader)
+                publisher.check(batch)
+                self.spools.add(command.spool, command.part, principal.key_id, batch)
+                writer.write(encode({"spooled": batch.num_rows}))
                 return
-            principal.check("admin", _touched(command))
-            if isinstance(command, protocol.RestoreCommand):
-                writer.write(encode(self._restorer.restore(command, reader, writer.write)))
+            # A caller that says which messages a queue gets, whatever its filter, needs all queues.
+            principal.check("admin")
+            if isinstance(command, protocol.FillCommand):
+                writer.write(encode(self._filler.fill(command, reader)))
                 return
             stage = self.stages.receive(command, reader)
-            if isinstance(command, protocol.FillStage):
-                stage.filter = self._broker.queue(command.queue).filter
             self.stages.add(stage)
             self.stages.assign(self._broker)
             writer.write(encode({"staged": stage.rows}))
 
-    def _publish_part(
-        self, options: protocol.PublishPart, principal: Principal
-    ) -> protocol.Published:
+    def _publish_part(self, options: Any, principal: Principal) -> protocol.Published:
         def publish(batch: pa.RecordBatch) -> protocol.Published:
             return Publisher(self._broker, batch.schema, principal).publish(batch)
 
         return self.spools.publish(options.spool, options.part, principal.key_id, publish)
 
-    def _drop_spool(self, options: protocol.DropSpool, principal: Principal) -> bool:
+    def _drop_spool(self, options: Any, principal: Principal) -> bool:
         return self.spools.drop(options.spool, principal.key_id)
 
     # --- actions -------------------------------------------------------------------------
@@ -377,21 +351,21 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                 raise InvalidInput(f"no action {name!r:.100}; there are {', '.join(ACTIONS)}")
             call.operation = name
             call.request = options = decode(action.body.to_pybytes(), known.options, name)
+            if name not in _CHECKED_INSIDE:
+                # The queue that an action is about; None if it concerns all of them.
+                queue = getattr(options, "queue", None)
+                call.principal.check_any(_READ if known.reads else ("admin",), queue)
+            # The service has methods for some of the actions; the others are the broker's.
+            own = getattr(self, f"_{name}", None)
             answer: Any
-            if name in _CHECKED_INSIDE:
-                answer = getattr(self, f"_{name}")(options, call.principal)
-                return [fl.Result(encode(answer if known.field is None else {known.field: answer}))]
-            call.principal.check_any(_READ if known.reads else ("admin",), _touched(options))
-            if name in {"hold_snapshot", "drop_snapshot"}:
-                answer = getattr(self, f"_{name}")(options.snapshot, call.principal)
-            elif name in self._handlers:
-                answer = self._handlers[name](options)
+            if own is not None:
+                answer = own(options, call.principal)
             else:
                 broker = self._audited(call.principal.key_id, context.peer())
                 answer = getattr(broker, name)(**msgspec.structs.asdict(options))
             return [fl.Result(encode(answer if known.field is None else {known.field: answer}))]
 
-    def _info(self, _: Any) -> protocol.ServerInfo:
+    def _info(self, _: Any, __: Principal) -> protocol.ServerInfo:
         from penstock import __version__  # noqa: PLC0415 - the package is complete by now
 
         info = self._broker.info()
@@ -401,41 +375,21 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
 
     def _history_ends(self, options: Any, principal: Principal) -> protocol.HistoryEnds:
         queues = _queues(options)
-        _check_read(principal, queues or ["*"])
+        _check_queues(principal, queues or ["*"])
         check_optional(options.since_ms, "since_ms", 0, limits.MAX_OFFSET)
         with self._broker.view() as pinned:
-            return ends_of(pinned, queues, options.since_ms)
+            return history_ends(pinned, queues, options.since_ms)
 
-    def _check_history(self, options: Any, principal: Principal) -> bool:
-        _check_read(principal, {each.queue for each in options.stretches} or ["*"])
-        check_stretches(options.stretches)
-        with self._broker.view(marks=False) as pinned:
-            return all(pieces_of(pinned, options.stretches))
+    def _filters(self, options: Any, _: Principal) -> LiveFilters:
+        return self._broker.filters_at(options.offset)
 
-    def _commit_fill(self, options: protocol.CommitFill) -> protocol.FilledCounts:
-        found = self.stages.get(options.stages)
-        if found and all(stage.committed for stage in found):
-            return protocol.FilledCounts(0, 0, 0)
-        offsets = fill_offsets(found, options)
-        # Without a filter in the options, the one of the time of staging is meant.
-        text = options.filter or next((stage.filter for stage in found), None)
-        filled = self._broker.fill(options.queue, options.begin, options.end, offsets, filter=text)
-        for stage in found:
-            stage.clear()
-        return protocol.FilledCounts(filled.added, filled.already, filled.missing)
+    def _commit_stages(self, options: Any, _: Principal) -> list[protocol.Committed]:
+        return commit(self._broker, self.stages.get(options.stages), options.epoch)
 
-    def _backfill_plan(self, options: Any) -> BackfillPlan:
-        from_: Any = "earliest" if options.from_ is None else options.from_
-        if options.from_time_ms is not None:
-            if options.from_ is not None:
-                raise InvalidInput("give 'from' or 'from_time_ms', not both")
-            check_count(options.from_time_ms, "from_time_ms", 0, limits.MAX_DURATION_MS)
-            from_ = datetime.fromtimestamp(options.from_time_ms / 1000, UTC)
-        return self._broker.backfill_plan(
-            options.queue, from_=from_, to=options.to, archived=options.archived
-        )
+    def _drop_stages(self, options: Any, _: Principal) -> int:
+        return self.stages.drop(options.stages)
 
-    def _stats(self, _: Any) -> protocol.Stats:
+    def _stats(self, _: Any, __: Principal) -> protocol.Stats:
         with self._broker.view(stats=True, marks=False) as pinned:
             return protocol.Stats(list(pinned.stats), pinned.totals, pinned.log_stats)
 
@@ -476,7 +430,7 @@ def _cutting(
     """Check a command; return the function that cuts its table into parts."""
     queues = _queues(command)
     shown = queues if queues and command.table in _BY_QUEUE else ["*"]
-    _check_read(principal, shown)
+    _check_queues(principal, shown)
     check_count(command.partitions, "partitions", 1, limits.MAX_PARTITIONS)
     for name, value in (("begin", command.begin), ("end", command.end)):
         if value is not None:
@@ -494,19 +448,14 @@ def _cutting(
             logs=command.logs,
             where=selection.where,
         )
-        return TableParts(parts, selection, shown)
+        return TableParts(parts, selection)
 
     return cut
 
 
-def _check_read(principal: Principal, queues: Iterable[str]) -> None:
+def _check_queues(principal: Principal, queues: Iterable[str]) -> None:
     for queue in queues:
         principal.check_any(_READ, queue)
-
-
-def _touched(command: Any) -> str | None:
-    """Return the queue that a command is about; None if it concerns all of them."""
-    return None if isinstance(command, _FILLS) else getattr(command, "queue", None)
 
 
 def _selection(
@@ -523,7 +472,7 @@ def _selection(
     )
 
 
-def _stretch(pinned: PinnedStore, ticket: protocol.LogTicket) -> list[Part]:
+def _stretch(pinned: PinnedStore, ticket: protocol.LogTicket) -> list[Piece]:
     """Refuse a stretch that can't be read whole: rows must not be missed without a word."""
     stats = pinned.log_stats
     if ticket.log not in stats.cursors:
@@ -537,4 +486,15 @@ def _stretch(pinned: PinnedStore, ticket: protocol.LogTicket) -> list[Part]:
         raise InvalidInput(
             f"offsets up to {ticket.end} were asked for; log {ticket.log} ends at {stats.end}"
         )
-    return [[Piece(None, None, ticket.begin, ticket.end, ticket.log)]]
+    return [Piece(None, None, ticket.begin, ticket.end, ticket.log)]
+
+
+def _copy(pinned: PinnedStore, wanted: protocol.CopyTicket) -> Iterator[pa.RecordBatch]:
+    """Read parts of a copy, one in each batch."""
+    start = read_start(pinned)
+    parts: Iterable[CopyStart | CopyPage] = ()
+    if wanted.section is not None:
+        resumed = msgspec.structs.replace(start, at_ms=wanted.at_ms or start.at_ms)
+        parts = read_pages(pinned, resumed, wanted.section, wanted.rows)
+    for part in chain([start], parts):
+        yield pa.record_batch([[msgspec.msgpack.encode(part)]], schema=COPY_SCHEMA)

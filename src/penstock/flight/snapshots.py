@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from penstock import limits
 from penstock.errors import InvalidInput, QueueNotFound
+from penstock.flight.protocol import HistoryEnds, QueueHistory
 from penstock.limits import MAX_OFFSET
 from penstock.model import State
 from penstock.store.snapshot import cut_range
+from penstock.validation import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from penstock.clock import Clock
     from penstock.flight.conditions import Condition
+    from penstock.flight.protocol import HistoryStretch
     from penstock.flight.tables import Selection
     from penstock.store.snapshot import PinnedStore
 
@@ -178,33 +181,21 @@ def of_queues(part: Part, queues: Sequence[str] | None) -> Part:
 
 @dataclass(eq=False)
 class TableParts:
-    """A table of a snapshot, cut into parts; ``queues`` are those that it shows."""
+    """A table of a snapshot, cut into parts, and the numbers of those that nobody has read."""
 
     parts: list[Part]
     selection: Selection
-    queues: Sequence[str]
 
     def __post_init__(self) -> None:
         self.unread = set(range(len(self.parts)))
-        # Of parts that are read a queue at a time: the queues that were.
-        self._seen: dict[int, set[str]] = {}
-
-    def seen(self, part: int, queues: Sequence[str] | None) -> None:
-        """Note that a part was read to its end, or that of some of its queues."""
-        if queues is not None:
-            known = self._seen.setdefault(part, set())
-            known.update(queues)
-            if any(piece.queue not in known for piece in self.parts[part]):
-                return
-        self.unread.discard(part)
 
 
 @dataclass(eq=False)
 class Snapshot:
     """A pinned store, and the tables of it that are read, by the command that asked for them.
 
-    ``owner`` is the key that it was made for, empty if there are no keys. The one table of a
-    snapshot that GetFlightInfo makes has an empty command. ``held``: a client wants it by its name.
+    ``owner`` is the key that it was made for, empty if there are no keys. ``held``: a client wants
+    it by its name.
     """
 
     pinned: PinnedStore
@@ -323,20 +314,16 @@ class Snapshots:
 
     @contextmanager
     def reading(
-        self,
-        name: str,
-        table: TableParts | None,
-        part: int = 0,
-        queues: Sequence[str] | None = None,
+        self, name: str, table: TableParts | None = None, part: int = 0
     ) -> Iterator[Snapshot]:
-        """Use a part of a table (of some queues), or a whole snapshot, which does not expire."""
+        """Use a snapshot, which does not expire; note that a part was read to its end."""
         with self._lock:
             snapshot = self._find(name)
             snapshot.readers += 1
         try:
             yield snapshot
             if table is not None:
-                table.seen(part, queues)
+                table.unread.discard(part)
         finally:
             with self._lock:
                 snapshot.readers -= 1
@@ -413,6 +400,92 @@ class Snapshots:
         for snapshot in gone:
             snapshot.pinned.close()
         return len(gone)
+
+
+# --- history by sequence number -------------------------------------------------------------------
+
+# A stretch is [begin, end) of the done or of the failed messages of one queue. It names the time
+# that the queue was made at, because one that is made again counts anew. ``since_ms`` is a time
+# before which no message of it has ended: it tells whether retention can have removed one.
+_ENDED: Final = (State.DONE, State.FAILED)
+
+
+def history_ends(
+    pinned: PinnedStore, queues: Sequence[str] | None, since_ms: int | None
+) -> HistoryEnds:
+    """Return how far the history of queues that are there goes, and where it begins at a time."""
+    found = {}
+    for queue, spec in pinned.queues.items():
+        if queues is not None and queue not in queues:
+            continue
+        ends = {state.value: end for state, end in pinned.sequence_ends(queue).items()}
+        firsts = {}
+        for state in _ENDED if since_ms is not None else ():
+            first = pinned.first_ended(state, queue, since_ms or 0)
+            if first is not None:
+                firsts[state.value] = first
+        found[queue] = QueueHistory(spec.created_at_ms, ends, firsts)
+    return HistoryEnds(pinned.store_id, pinned.at_ms, found)
+
+
+def check_stretches(stretches: Sequence[HistoryStretch], table: str) -> None:
+    """Refuse stretches that no history has, and those of another state than the table's."""
+    known = _ENDED if table == "attempts" else [table]
+    for stretch in stretches:
+        if stretch.state not in known:
+            states = " or ".join(known)
+            raise InvalidInput(f"a stretch is of {states} messages, not {stretch.state!r:.100}")
+        check_count(stretch.begin, "begin", 0, limits.MAX_OFFSET)
+        check_count(stretch.end, "end", stretch.begin, limits.MAX_OFFSET)
+
+
+def history_pieces(pinned: PinnedStore, stretches: Sequence[HistoryStretch]) -> Iterator[Piece]:
+    """Cut stretches that are there whole; rows must not be missed without a word.
+
+    Of a stretch without ``since_ms`` the rows that are left are enough.
+    """
+    for stretch in stretches:
+        queue, state = stretch.queue, State(stretch.state)
+        spec = pinned.queues.get(queue)
+        if spec is None or spec.created_at_ms != stretch.created_at_ms:
+            if stretch.since_ms is not None:
+                raise _lost(stretch, "the queue was deleted before they were read")
+            continue
+        end = pinned.sequence_ends(queue)[state]
+        if stretch.end > end:
+            raise InvalidInput(
+                f"{state.value} messages of queue {queue} up to sequence {stretch.end} were asked "
+                f"for; they end at {end}: was an older copy of the store put in its place?"
+            )
+        if stretch.since_ms is not None and _is_removed(pinned, stretch, state):
+            raise _lost(stretch, "they are gone by retention, a purge or a trim")
+        for keys in pinned.cut(state.value, queue, 1, stretch.begin):
+            yield Piece(queue, keys, stretch.begin, stretch.end, state=state.value)
+
+
+def _is_removed(pinned: PinnedStore, stretch: HistoryStretch, state: State) -> bool:
+    """Whether messages at the begin of a stretch are gone for good, as far as the store can tell.
+
+    Retention takes the oldest first. Numbers may be missing for other reasons too: messages are
+    redriven or moved, and not every store gives out all numbers. Time tells then.
+    """
+    since_ms = stretch.since_ms or 0
+    first = pinned.first_ended(state, stretch.queue, 0)
+    if first is not None:
+        number, ended_at_ms = first
+        if number <= stretch.begin if pinned.ordered else ended_at_ms < since_ms:
+            return False
+    spec = pinned.queues[stretch.queue]
+    kept_ms = spec.done_retention_ms if state is State.DONE else spec.failed_retention_ms
+    return since_ms + kept_ms <= pinned.at_ms
+
+
+def _lost(stretch: HistoryStretch, why: str) -> InvalidInput:
+    return InvalidInput(
+        f"data loss: {stretch.state} messages of queue {stretch.queue} from sequence "
+        f"{stretch.begin} on are asked for, but {why}. Set failOnDataLoss to false to go on "
+        "without them"
+    )
 
 
 # --- turns ----------------------------------------------------------------------------------------

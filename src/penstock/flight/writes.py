@@ -1,10 +1,9 @@
-"""Rows that clients write: messages to publish, archived messages to restore, rows of stages.
+"""Rows that clients write: messages to publish, messages of a backfill, rows of stages.
 
-A stage holds assignments that executors have matched, until the driver commits them: all
-assignments of a stretch of one log, or all messages of a stretch that a backfill puts into one
-queue. It lives in memory: after a restart the server tells the caller that it is not here, and the
-caller stages again. A committed stage gives its rows back and keeps its place until others have
-followed, so that committing it again is answered (stale), not refused.
+A stage holds all assignments of a stretch of one log, which executors have matched, until the
+driver commits them. It lives in memory: after a restart the server tells the caller that it is not
+here, and the caller stages again. A committed stage gives its rows back and keeps its place until
+others have followed, so that committing it again is answered (stale), not refused.
 
 A stage may ask to be assigned before it is committed: as soon as the cursor of its log has come to
 it. Then the server assigns while executors match what follows. Where that fails, it is left to the
@@ -24,29 +23,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock import limits
-from penstock.errors import InvalidInput, InvalidMessage, PenstockError
-from penstock.flight.protocol import (
-    RESTORED,
-    Committed,
-    FilledCounts,
-    FillStage,
-    Published,
-    StageCommand,
-    encode,
-)
+from penstock.errors import InvalidInput, InvalidMessage, LimitReached, PenstockError
+from penstock.flight.protocol import ARCHIVED, MATCHES, OFFSETS, Committed, Published
 from penstock.model import AssignStatus, Cursor, LogRecord, Message, Value
 from penstock.server.security import check_publish
 from penstock.validation import check_count, check_messages, check_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import pyarrow.flight as fl
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
-    from penstock.flight.protocol import CommitFill, RestoreCommand
+    from penstock.flight.protocol import FillCommand, StageCommand
     from penstock.server.security import Principal
+    from penstock.store.filling import Filled
 
 COLUMNS: Final[dict[str, pa.DataType]] = {
     "payload": pa.binary(),
@@ -72,7 +64,9 @@ KEPT_COMMITTED: Final = 2_000
 class Publisher:
     """Publishes one stream of batches for a key, in chunks that commit whole."""
 
-    def __init__(self, broker: Broker, schema: pa.Schema, principal: Principal) -> None:
+    def __init__(
+        self, broker: Broker, schema: pa.Schema, principal: Principal, before: int = 0
+    ) -> None:
         unknown = [name for name in schema.names if name not in COLUMNS]
         if unknown or len(set(schema.names)) < len(schema.names):
             raise InvalidInput(
@@ -83,8 +77,15 @@ class Publisher:
             raise InvalidInput("a column 'payload' is needed to publish")
         self._broker = broker
         self._principal = principal
+        # Rows that others have published before this stream count in the messages of errors.
+        self._before = before
         self._published = 0
         self._duplicates = 0
+
+    @property
+    def _row(self) -> int:
+        """The number of the next row."""
+        return self._before + self._published
 
     def publish(self, batch: pa.RecordBatch) -> Published:
         """Publish a batch and return the counts so far; rows before a bad one stay published."""
@@ -92,8 +93,12 @@ class Publisher:
             for messages in _chunks(self._messages(batch)):
                 self._publish(messages)
         except InvalidMessage as error:
-            before = f"({self._published} rows before were published)"
-            raise InvalidMessage(f"{error} {before}") from None
+            raise InvalidMessage(f"{error} ({self._row} rows before were published)") from None
+        except LimitReached as error:
+            if not self._row:
+                raise
+            before = f"{self._row} rows before were published"
+            raise LimitReached(str(error).replace("Nothing was changed", before)) from None
         return Published(self._published, self._duplicates)
 
     def check(self, batch: pa.RecordBatch) -> None:
@@ -123,11 +128,11 @@ class Publisher:
         except InvalidMessage as error:
             found = _INDEX.match(str(error))
             assert found is not None
-            where = self._published + int(found[1])
+            where = self._row + int(found[1])
             raise InvalidMessage(f"row {where}: {str(error)[found.end() :]}") from None
 
     def _messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
-        first = self._published
+        first = self._row
         columns = {name: _column(batch, name) for name in batch.schema.names}
         rest = [
             _filled(columns.get(name), batch.num_rows, default)
@@ -151,7 +156,7 @@ class Publisher:
                         made[at].update(_decode_json(text))
                     except msgspec.DecodeError as error:
                         raise InvalidMessage(
-                            f"row {self._published + at}: attributes_json is not a flat JSON "
+                            f"row {self._row + at}: attributes_json is not a flat JSON "
                             f"object: {error}"
                         ) from None
         if "queue" in columns:
@@ -231,11 +236,11 @@ def _rows(
         yield batch
 
 
-# --- archived messages ----------------------------------------------------------------------------
+# --- messages of a backfill -----------------------------------------------------------------------
 
 
-class Restorer:
-    """Puts streams of archived messages into queues. Thread-safe.
+class Filler:
+    """Puts streams of messages into queues: offsets of the log, or archived messages. Thread-safe.
 
     All rows are in memory before the first is stored, so the rows of a stream are bounded, and so
     is the number of streams at a time.
@@ -245,42 +250,35 @@ class Restorer:
         self._broker = broker
         self._room = threading.BoundedSemaphore(limits.MAX_RESTORES)
 
-    def restore(
-        self,
-        command: RestoreCommand,
-        reader: fl.MetadataRecordBatchReader,
-        answer: Callable[[bytes], None],
-    ) -> FilledCounts:
-        """Read a stream to its end and put its messages into the queue.
-
-        After each batch the server tells the client how many rows have come.
-        """
+    def fill(self, command: FillCommand, reader: fl.MetadataRecordBatchReader) -> Filled:
+        """Read a stream to its end and put its messages into the queue."""
+        archived = reader.schema.names != OFFSETS.names
+        schema = ARCHIVED if archived else OFFSETS
+        kind = "a fill of archived messages" if archived else "a fill"
+        most = limits.MAX_RESTORE_MESSAGES if archived else limits.MAX_OFFSET
         with self._place():
-            records: list[tuple[LogRecord, bytes | None]] = []
+            rows: list[Any] = []
             size = 0
-            for batch in _rows(reader, RESTORED, "a restore", "a restore"):
-                rows, size = len(records) + batch.num_rows, size + batch.nbytes
-                if rows > limits.MAX_RESTORE_MESSAGES or size > limits.MAX_RESTORE_BYTES:
+            for batch in _rows(reader, schema, kind, kind):
+                size += batch.nbytes
+                if len(rows) + batch.num_rows > most or size > limits.MAX_RESTORE_BYTES:
                     raise InvalidInput(
-                        f"a restore of more than {limits.MAX_RESTORE_MESSAGES} messages or "
-                        f"{limits.MAX_RESTORE_BYTES} bytes: restore less at a time"
+                        f"a fill of more than {limits.MAX_RESTORE_MESSAGES} archived messages or "
+                        f"{limits.MAX_RESTORE_BYTES} bytes: fill less at a time"
                     )
-                for name in RESTORED.names:
+                for name in schema.names:
                     if name != "payload" and batch.column(name).null_count:
-                        raise InvalidInput(f"a restore: {name} of a row is null")
-                records += _records(batch)
-                answer(encode({"received": len(records)}))
-            filled = self._broker.restore(
-                command.queue, command.begin, command.end, records, filter=command.filter
-            )
-            return FilledCounts(filled.added, filled.already, filled.missing)
+                        raise InvalidInput(f"{kind}: {name} of a row is null")
+                rows += _records(batch) if archived else _ints(batch.column("offset"))
+            fill = self._broker.restore if archived else self._broker.fill
+            return fill(command.queue, command.begin, command.end, rows, filter=command.filter)
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        if not self._room.acquire(blocking=False):
+        if not self._room.acquire(timeout=limits.MAX_CALL_MS / 1000):
             raise InvalidInput(
-                f"{limits.MAX_RESTORES} restores are under way, which is all there may be: try "
-                "again when one has ended"
+                f"{limits.MAX_RESTORES} fills are under way, which is all there may be: try again "
+                "when one has ended"
             )
         try:
             yield
@@ -290,7 +288,7 @@ class Restorer:
 
 def _records(batch: pa.RecordBatch) -> Iterator[tuple[LogRecord, bytes | None]]:
     micros = pc.cast(batch.column("published_at"), pa.int64())
-    columns = [batch.column(name).to_pylist() for name in RESTORED.names if name != "published_at"]
+    columns = [batch.column(name).to_pylist() for name in ARCHIVED.names if name != "published_at"]
     for published_ms, (offset, group, priority, size, delay_ms, text, payload) in zip(
         pc.divide(micros, 1000).to_pylist(), zip(*columns, strict=True), strict=True
     ):
@@ -308,22 +306,17 @@ def _records(batch: pa.RecordBatch) -> Iterator[tuple[LogRecord, bytes | None]]:
 class Stage:
     """A staged stretch: rows as Arrow arrays, which are small and need no unpacking until used."""
 
-    def __init__(
-        self, command: StageCommand | FillStage, batches: Sequence[pa.RecordBatch]
-    ) -> None:
+    def __init__(self, command: StageCommand, batches: Sequence[pa.RecordBatch]) -> None:
         check_text(command.stage, "stage", limits.MAX_STAGE_NAME_BYTES)
         check_count(command.begin, "begin", 0, limits.MAX_OFFSET)
         check_count(command.end, "end", command.begin, limits.MAX_OFFSET)
-        self.command: Any = command
+        self.command = command
         self.committed = False
         # Assigned when the cursor has come to it; tried once, the commit tries again.
-        self.awaits_cursor = isinstance(command, StageCommand) and command.assign
-        self.filter: str | None = None
+        self.awaits_cursor = command.assign
         # Names repeat: once each, they take next to nothing.
         self._batches = [
             batch.set_column(1, "queue", batch.column("queue").dictionary_encode())
-            if isinstance(command, StageCommand)
-            else batch
             for batch in batches
         ]
         self.rows = sum(batch.num_rows for batch in batches)
@@ -334,10 +327,6 @@ class Stage:
         """Note that it was committed, and give the rows back."""
         self.committed = True
         self._batches, self.bytes = [], 0
-
-    def offsets(self) -> list[int]:
-        """Return the offset of every row."""
-        return [each for batch in self._batches for each in _ints(batch.column("offset"))]
 
     def assignments(self, from_offset: int, into: dict[int, Sequence[str]]) -> None:
         """Add the assignments from an offset on."""
@@ -382,19 +371,14 @@ class Stages:
         with self._lock:
             return len(self._staged)
 
-    def receive(
-        self, command: StageCommand | FillStage, reader: fl.MetadataRecordBatchReader
-    ) -> Stage:
+    def receive(self, command: StageCommand, reader: fl.MetadataRecordBatchReader) -> Stage:
         """Read a stage's rows, not more than there is room for."""
         with self._lock:
             room = limits.MAX_STAGED_BYTES - sum(each.bytes for each in self._staged.values())
-        columns = [("offset", pa.int64())]
-        if isinstance(command, StageCommand):
-            columns.append(("queue", pa.string()))
         label = f"stage {command.stage!r:.100}"
         batches = []
         total = 0
-        for batch in _rows(reader, pa.schema(columns), "a stage", label):
+        for batch in _rows(reader, MATCHES, "a stage", label):
             if any(column.null_count for column in batch.columns):
                 raise InvalidInput(f"{label}: a row has a null")
             if batch.num_rows:
@@ -483,10 +467,6 @@ def commit(broker: Broker, stages: Sequence[Stage], epoch: int | None) -> list[C
     """Assign stages, those of one log as one page."""
     pages: dict[int, list[Stage]] = {}
     for stage in sorted(stages, key=lambda each: (each.command.begin, each.command.end)):
-        if not isinstance(stage.command, StageCommand):
-            raise InvalidInput(
-                f"stage {stage.command.stage!r} is one of a backfill: use commit_fill"
-            )
         pages.setdefault(stage.command.log, []).append(stage)
     # All are checked before the first is assigned: a gap in one log leaves all as they were.
     for log, page in sorted(pages.items()):
@@ -521,24 +501,3 @@ def _assign(broker: Broker, log: int, page: Sequence[Stage], epoch: int | None) 
 
 def _lowest(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
-
-
-def fill_offsets(stages: Sequence[Stage], command: CommitFill) -> list[int]:
-    """Return the messages that stages of a backfill hold, which must cover its whole stretch."""
-    offsets: set[int] = set()
-    at = command.begin
-    for stage in sorted(stages, key=lambda each: each.command.begin):
-        label = f"stage {stage.command.stage!r}"
-        if not isinstance(stage.command, FillStage) or stage.command.queue != command.queue:
-            raise InvalidInput(f"{label} is not one of a backfill of {command.queue!r:.100}")
-        if stage.committed:
-            raise InvalidInput(f"{label} was committed before, its rows are gone")
-        if stage.command.begin > at:
-            break
-        at = max(at, stage.command.end)
-        offsets.update(stage.offsets())
-    if at < command.end:
-        raise InvalidInput(
-            f"the stages leave a gap at offset {at} of [{command.begin}, {command.end})"
-        )
-    return sorted(each for each in offsets if command.begin <= each < command.end)

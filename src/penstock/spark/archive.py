@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,11 @@ from penstock.spark.matching import COLUMNS, rows_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from penstock.flight.protocol import ActionTicket, SnapshotTicket
     from penstock.spark.options import Options
+
+    # Makes the ticket for a part of a table of the snapshot that a task reads.
+    TicketMaker: TypeAlias = Callable[[int, ReadCommand], ActionTicket | SnapshotTicket]
 
 SHARES: Final = 64
 """The most tasks that share the queues out: each reads another choice of queues of a snapshot."""
@@ -46,13 +50,6 @@ SHARES: Final = 64
 # Beyond this, an id and an attempt do not fit into 63 bits.
 _MAX_ID: Final = 1 << 47
 T = TypeVar("T")
-
-
-class TicketMaker(Protocol):
-    """Makes the ticket for a part of a table of the snapshot that a task reads."""
-
-    def __call__(self, part: int, command: ReadCommand, /) -> bytes:
-        """Return the ticket."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ from pyspark.sql.streaming.datasource import (
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import HistoryEnds, HistoryStretch
+from penstock.flight.protocol import HistoryEnds, HistoryStretch, HistoryTicket
 from penstock.spark.offsets import EARLIEST, LATEST, LEAST_PIECE, check_store
 from penstock.spark.reader import Shape
 from penstock.spark.stream import (
@@ -176,9 +176,7 @@ class FeedStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return []
         if not self._options.fail_on_data_loss:
             stretches = [msgspec.structs.replace(each, since_ms=None) for each in stretches]
-        client = FlightStore(self._options.location)
-        check_store(start, client.info().store_id)
-        client.check_history(stretches)
+        check_store(start, FlightStore(self._options.location).info().store_id)
         return [FeedPartition(each) for each in deal(stretches, self._options.partitions)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -186,15 +184,15 @@ class FeedStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert isinstance(partition, FeedPartition)
         options = self._options
         with told_in_one_line():
-            batches = FlightStore(options.location).read_history(
+            ticket = HistoryTicket(
                 options.table,
                 partition.stretches,
-                payload=options.payload,
-                columns=self._shape.names,
-                filter=options.filter,
-                where=options.where,
+                options.payload,
+                self._shape.names,
+                options.filter,
+                options.where,
             )
-            yield from map(self._shape.fit, batches)
+            yield from map(self._shape.fit, FlightStore(options.location).read(ticket))
 
     def stop(self) -> None:
         """Leave without a word when Spark has closed the connection."""

