@@ -37,7 +37,7 @@ def settle(broker: penstock.Broker, count: int, *, fail: bool = False) -> list[i
 
 
 def stretch(store: FlightStore, state: str, begin: int, end: int, **more: int) -> HistoryStretch:
-    made_at = store.queues().created_at_ms["q"]
+    made_at = store.queues()["q"]
     return HistoryStretch("q", made_at, state, begin, end, **more)
 
 

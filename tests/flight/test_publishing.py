@@ -119,9 +119,9 @@ def test_nothing_to_publish(store: FlightStore) -> None:
         ({"payload": [b"a", None]}, "row 1: payload is null"),
         (
             {"payload": [b"a", b"b"], "attributes_json": ["{}", '{"a": [1]}']},
-            "row 1: attributes_json is not a flat JSON object",
+            "row 1: attributes are not a flat JSON object",
         ),
-        ({"payload": [b"a"], "attributes_json": ["nonsense"]}, "row 0: attributes_json"),
+        ({"payload": [b"a"], "attributes_json": ["nonsense"]}, "row 0: attributes are not"),
         ({"payload": [b"a", b"b"], "priority": [0, 256]}, "row 1: priority is 256"),
         ({"payload": [b"a"], "delay_ms": [-1]}, "row 0: delay_ms is -1"),
         ({"payload": [b"a"], "dedup_id": [""]}, "row 0: dedup_id is empty"),

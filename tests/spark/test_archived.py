@@ -20,7 +20,7 @@ from penstock.spark.delta import Archive
 from penstock.spark.jobs import archive, optimize
 from penstock.spark.options import read_options
 from penstock.spark.reader import TableReader, spark_schema
-from penstock.spark.snapshot import snapshot
+from penstock.spark.sessions import snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -15,7 +15,7 @@ from pyspark.errors import PythonException, StreamingQueryException
 import penstock
 from penstock import InvalidInput, ManualClock
 from penstock.flight.protocol import HistoryEnds, HistoryStretch, QueueHistory
-from penstock.spark.feed import (
+from penstock.spark.stream import (
     FeedOffset,
     Position,
     deal,

@@ -52,13 +52,6 @@ class ReadPlan(NamedTuple):
     facts: SnapshotFacts
 
 
-class QueueTimes(NamedTuple):
-    """The time of the broker, and its queues with the time that each was made at."""
-
-    at_ms: int
-    created_at_ms: dict[str, int]
-
-
 class FlightStore(Actions):
     """A store behind a Flight server, such as ``grpc://127.0.0.1:8815``.
 
@@ -165,12 +158,10 @@ class FlightStore(Actions):
             else:
                 return
 
-    def queues(self, names: Sequence[str] | None = None) -> QueueTimes:
-        """Ask which queues there are; one of ``names`` that is not there is an error."""
-        plan = self.plan_read("queues", queue=names, columns=["name", "created_at_ms"])
-        # Read to its end, so that the server need not keep the snapshot.
-        rows = [row for part in plan.tickets for b in self.read(part) for row in b.to_pylist()]
-        return QueueTimes(plan.facts.at_ms, {row["name"]: row["created_at_ms"] for row in rows})
+    def queues(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """Ask which queues there are, and when each was made; one that is not there is an error."""
+        found = self.read_table("queues", queue=names, columns=["name", "created_at_ms"])
+        return {row["name"]: row["created_at_ms"] for row in found.to_pylist()}
 
     # --- writing -------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from penstock.server.security import check_publish
 from penstock.validation import check_count, check_messages, check_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow.flight as fl
 
@@ -50,7 +50,7 @@ COLUMNS: Final[dict[str, pa.DataType]] = {
     "dedup_id": pa.string(),
     "queue": pa.string(),
 }
-# The other fields of a message, in their order, with the values of those that are not given.
+# The fields of a message behind payload and attributes, and their values where a row has none.
 _DEFAULTS: Final = {"group": "", "priority": 0, "delay_ms": 0, "dedup_id": None}
 _decode_json: Final = msgspec.json.Decoder(dict[str, Value]).decode
 _INDEX: Final = re.compile(r"message (\d+): ")
@@ -132,38 +132,38 @@ class Publisher:
             raise InvalidMessage(f"row {where}: {str(error)[found.end() :]}") from None
 
     def _messages(self, batch: pa.RecordBatch) -> Iterator[Message]:
-        first = self._row
         columns = {name: _column(batch, name) for name in batch.schema.names}
-        rest = [
-            _filled(columns.get(name), batch.num_rows, default)
-            for name, default in _DEFAULTS.items()
-        ]
-        attributes = self._attributes(columns, batch.num_rows)
-        payloads = columns["payload"].to_pylist()
-        for at, fields in enumerate(zip(payloads, attributes, *rest, strict=True)):
-            if fields[0] is None:
-                raise InvalidMessage(f"row {first + at}: payload is null")
-            yield Message(*fields)
+        first = self._row
+        for at, made in enumerate(messages_of(columns)):
+            if isinstance(made, str):
+                raise InvalidMessage(f"row {first + at}: {made}")
+            yield made
 
-    def _attributes(self, columns: dict[str, pa.Array], rows: int) -> list[dict[str, Value]]:
-        made = (
-            _maps(columns["attributes"]) if "attributes" in columns else [{} for _ in range(rows)]
-        )
-        if "attributes_json" in columns:
-            for at, text in enumerate(columns["attributes_json"].to_pylist()):
-                if text is not None:
-                    try:
-                        made[at].update(_decode_json(text))
-                    except msgspec.DecodeError as error:
-                        raise InvalidMessage(
-                            f"row {self._row + at}: attributes_json is not a flat JSON "
-                            f"object: {error}"
-                        ) from None
-        if "queue" in columns:
-            for attributes, queue in zip(made, columns["queue"].to_pylist(), strict=True):
-                if queue is not None:
-                    attributes["queue"] = queue
-        return made
+
+def messages_of(columns: Mapping[str, pa.Array]) -> Iterator[Message | str]:
+    """Make a message of each row, or say why there is none; ``columns``: of :data:`COLUMNS`."""
+    rows = len(columns["payload"])
+    attributes = (
+        _maps(columns["attributes"]) if "attributes" in columns else [{} for _ in range(rows)]
+    )
+    values = [
+        _filled(columns.get(name), rows, default)
+        for name, default in {"attributes_json": None, "queue": None, **_DEFAULTS}.items()
+    ]
+    payloads = columns["payload"].to_pylist()
+    for payload, named, text, queue, *rest in zip(payloads, attributes, *values, strict=True):
+        if payload is None:
+            yield "payload is null"
+            continue
+        try:
+            if text is not None:
+                named.update(_decode_json(text))
+        except msgspec.DecodeError as error:
+            yield f"attributes are not a flat JSON object: {error}"
+            continue
+        if queue is not None:
+            named["queue"] = queue
+        yield Message(payload, named, *rest)
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:

@@ -12,8 +12,7 @@ with needs_extra("spark", "penstock.spark"):
     import pyspark as _  # noqa: F401
 
     from penstock.spark.route import Pipeline, pipeline
-    from penstock.spark.sessions import read, session
-    from penstock.spark.snapshot import PinnedSnapshot, snapshot
+    from penstock.spark.sessions import PinnedSnapshot, read, session, snapshot
     from penstock.spark.source import PenstockSource
     from penstock.spark.stream import Progress, progress
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec.structs import replace
 from pyspark.sql.datasource import InputPartition
 
 from penstock.errors import InvalidInput, QueueNotFound
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
     from penstock.flight.protocol import ActionTicket, SnapshotTicket
     from penstock.spark.options import Options
 
-    # Makes the ticket for a part of a table of the snapshot that a task reads.
-    TicketMaker: TypeAlias = Callable[[int, ReadCommand], ActionTicket | SnapshotTicket]
+    Ticket: TypeAlias = ActionTicket | SnapshotTicket
 
 SHARES: Final = 64
 """The most tasks that share the queues out: each reads another choice of queues of a snapshot."""
@@ -65,11 +65,11 @@ class PresentPartition(InputPartition):
     """A share of the queues: live rows, and archived ones that no other task reads.
 
     ``version`` is that of the table when the DataFrame was planned, ``until_ms`` the time of a
-    snapshot that the user keeps, and ``source`` the part of the snapshot.
+    snapshot that the user keeps, and ``ticket`` is for any part of the snapshot to be read.
     """
 
     archive: Archive
-    source: InputPartition
+    ticket: Ticket
     share: int
     shares: int
     version: int | None
@@ -92,7 +92,7 @@ def plan(client: FlightStore, options: Options) -> ArchivePlan:
     table = tables.get(options.table)
     live = None
     if options.queues is not None:
-        made = client.queues().created_at_ms
+        made = client.queues()
         live = [queue for queue in options.queues if queue in made]
         archived = set() if table is None else table.queues()
         for queue in options.queues:
@@ -128,7 +128,7 @@ def read_archived(
 
 
 def read_present(
-    options: Options, columns: Sequence[str], partition: PresentPartition, ticket: TicketMaker
+    options: Options, columns: Sequence[str], partition: PresentPartition, ticket: Ticket
 ) -> Iterator[pa.RecordBatch]:
     """Read live rows, and archived ones of the same queues; batches have at least the columns."""
     client = FlightStore(options.location)
@@ -178,23 +178,23 @@ def _live(
     options: Options,
     queues: Mapping[str, int],
     columns: Sequence[str],
-    ticket: TicketMaker,
+    ticket: Ticket,
 ) -> Iterator[pa.RecordBatch]:
     if queues:
         command = ReadCommand(
             options.table, list(queues), options.payload, columns, options.filter, partitions=1
         )
-        yield from client.read(ticket(0, command))
+        yield from client.read(replace(ticket, part=0, command=command))
 
 
 def _queues(
-    client: FlightStore, names: list[str] | None, ticket: TicketMaker, share: int, shares: int
+    client: FlightStore, names: list[str] | None, ticket: Ticket, share: int, shares: int
 ) -> dict[str, int]:
     """Return a share of the queues of the snapshot, with the times that they were made at."""
     columns = ["name", "created_at_ms"]
     command = ReadCommand("queues", names, columns=columns, partitions=shares)
     try:
-        batches = list(client.read(ticket(share, command)))
+        batches = list(client.read(replace(ticket, part=share, command=command)))
     except QueueNotFound:
         # One of them is gone.
         each = names if names is not None and len(names) > 1 else []

@@ -5,7 +5,7 @@ Batches have exactly the columns and types that Spark expects.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -81,25 +81,13 @@ class Shape:
 
 
 @dataclass
-class SnapshotPartition(InputPartition):
-    """A part of a table of a snapshot that the user keeps."""
+class TablePartition(InputPartition):
+    """A part of a table: of a snapshot that the user keeps, or as of when an action reads it.
 
-    snapshot: str
-    part: int
-    command: ReadCommand
-
-
-@dataclass
-class ActionPartition(InputPartition):
-    """A part of a table, as of when an action reads it; Spark plans a DataFrame only once.
-
-    ``frame`` names the DataFrame, and ``run`` is the run of the server that it was planned with.
+    Spark plans a DataFrame only once. Its tasks add the action to the ticket.
     """
 
-    frame: str
-    run: str
-    part: int
-    command: ReadCommand
+    ticket: SnapshotTicket | ActionTicket
 
 
 @dataclass
@@ -148,20 +136,21 @@ class TableReader(DataSourceReader):
         )
         run = client.check_read(**msgspec.structs.asdict(command))
         parts = range(command.partitions)
-        planned: list[InputPartition]
-        if held is not None:
-            planned = [SnapshotPartition(held.snapshot, part, command) for part in parts]
-        else:
-            frame = SystemClock().lease_id().hex()
-            planned = [ActionPartition(frame, run, part, command) for part in parts]
+        frame = SystemClock().lease_id().hex()
+        tickets = [
+            ActionTicket(frame, "", part, command, run)
+            if held is None
+            else SnapshotTicket(held.snapshot, part, command)
+            for part in parts
+        ]
         if archived is None:
-            return planned
-        shares = min(len(planned), archive.SHARES)
+            return [TablePartition(ticket) for ticket in tickets]
+        shares = min(len(tickets), archive.SHARES)
         present = [
             archive.PresentPartition(
-                archived.archive, source, share, shares, archived.version, until_ms
+                archived.archive, ticket, share, shares, archived.version, until_ms
             )
-            for share, source in enumerate(planned[:shares])
+            for share, ticket in enumerate(tickets[:shares])
         ]
         return [*present, *archived.parts]
 
@@ -203,43 +192,28 @@ class TableReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part."""
-        if isinstance(partition, SnapshotPartition | ActionPartition):
-            batches = FlightStore(self._options.location).read(_ticket(partition))
+        if isinstance(partition, TablePartition):
+            batches = FlightStore(self._options.location).read(_of_action(partition.ticket))
         elif isinstance(partition, LogPartition):
             batches = read_stretch(self._options, self._shape, partition)
         elif isinstance(partition, archive.ArchivedPartition):
             batches = archive.read_archived(self._options, self._shape.names, partition)
         else:
             assert isinstance(partition, archive.PresentPartition)
-            source = partition.source
-            assert isinstance(source, SnapshotPartition | ActionPartition)
-            batches = archive.read_present(
-                self._options,
-                self._shape.names,
-                partition,
-                lambda part, command: _ticket(replace(source, part=part, command=command)),
-            )
+            ticket = _of_action(partition.ticket)
+            batches = archive.read_present(self._options, self._shape.names, partition, ticket)
         yield from map(self._shape.fit, batches)
 
 
-def _ticket(partition: SnapshotPartition | ActionPartition) -> SnapshotTicket | ActionTicket:
-    """Return the ticket of a part; the tasks of an action have its number in common."""
-    if isinstance(partition, SnapshotPartition):
-        return SnapshotTicket(partition.snapshot, partition.part, partition.command)
+def _of_action(ticket: SnapshotTicket | ActionTicket) -> SnapshotTicket | ActionTicket:
+    """Add the action that this task belongs to: its tasks have its number in common."""
     context = TaskContext.get()
-    # Outside of a task, as in tests, all parts are read as by one action.
-    action = "none"
-    if context is not None:
-        number = context.getLocalProperty("spark.sql.execution.id")
-        action = f"stage {context.stageId()}" if number is None else number
-    return ActionTicket(
-        partition.frame,
-        action,
-        partition.part,
-        partition.command,
-        partition.run,
-        again=context is not None and context.attemptNumber() > 0,
-    )
+    if isinstance(ticket, SnapshotTicket) or context is None:
+        # Outside of a task, as in tests, all parts are read as by one action.
+        return ticket
+    number = context.getLocalProperty("spark.sql.execution.id")
+    action = f"stage {context.stageId()}" if number is None else number
+    return msgspec.structs.replace(ticket, action=action, again=context.attemptNumber() > 0)
 
 
 def starting(

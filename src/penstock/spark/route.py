@@ -235,13 +235,13 @@ class RouteStreamReader(LogStreamReader):
         super().__init__(options, schema)
         self._end: int | None = None
 
-    @in_one_line
+    @in_one_line()
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the store's cursors."""
         client = FlightStore(self._options.location)
         return offset_of(client.log_stats().cursors, client.info().store_id)
 
-    @in_one_line
+    @in_one_line()
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return how far the next micro-batch routes; ``start`` if there is nothing to do."""
         client = FlightStore(self._options.location)
@@ -277,12 +277,12 @@ class RouteStreamReader(LogStreamReader):
         self._latest |= {str(log): known for log in sorted(plan.lag)}
         return end
 
-    @in_one_line
+    @in_one_line()
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note how far the log goes: later messages are for the next run."""
         self._end = FlightStore(self._options.location).log_stats().end
 
-    @in_one_line
+    @in_one_line()
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut the stretches between the cursors and ``end`` into tasks."""
         client = FlightStore(self._options.location)

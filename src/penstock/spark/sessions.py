@@ -1,6 +1,6 @@
-"""Sessions of Spark with defaults that suit Penstock, and the help that jobs need of a session.
+"""Sessions of Spark with defaults that suit Penstock, and what jobs do with one.
 
-Jobs read tables, report the progress of Spark's tasks, and translate its errors.
+They read tables, also several of one moment of a broker, and translate Spark's errors.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import shutil
 import sys
 import threading
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import pyspark
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
@@ -25,18 +26,18 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock import limits
-from penstock.clock import SystemClock
+from penstock.errors import InvalidInput, PenstockError
+from penstock.flight.client import FlightStore
 from penstock.flight.location import locate
 from penstock.flight.protocol import error_named
 from penstock.spark.delta import Archive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pyspark.sql import DataFrame
-    from pyspark.sql.connect.shell.progress import ProgressHandler
 
-    from penstock.errors import PenstockError
+    from penstock.flight.protocol import HeldSnapshot
 
 DEFAULTS: Final[Mapping[str, str]] = {
     # Times of the tables are UTC; so are those that Spark shows.
@@ -227,7 +228,6 @@ def parallelism(spark: SparkSession) -> int:
 FROM_SPARK: Final = (PySparkException, Py4JJavaError)
 """The errors that Spark raises for anything that went wrong on its side."""
 
-_POLL_MS: Final = 250
 _OURS: Final = re.compile(r"\bpenstock\.errors\.(\w+): (.*)")
 
 
@@ -298,62 +298,70 @@ def pinned(frame: DataFrame) -> DataFrame:
         return frame.localCheckpoint(eager=True)
 
 
+# --- snapshots ------------------------------------------------------------------------------------
+
+
+class PinnedSnapshot:
+    """A snapshot that is open: its tables, and the options that read from it.
+
+    ``at`` is its time by the broker's clock.
+    """
+
+    def __init__(self, spark: SparkSession | None, location: str, held: HeldSnapshot) -> None:
+        self._spark = spark
+        self._location = location
+        self._name = held.snapshot
+        self.at = datetime.fromtimestamp(held.at_ms / 1000, UTC)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of ``spark.read.format("penstock")`` that read from this snapshot."""
+        return {**place_of(self._location), "snapshot": self._name}
+
+    def table(self, name: str, **options: Any) -> DataFrame:
+        """Return a table of the snapshot, with more options of the data source if wanted."""
+        spark = self._spark or session()
+        return read(spark, self._location, name, snapshot=self._name, **options)
+
+
 @contextmanager
-def reporting(spark: SparkSession, progress: Callable[[int, int], None] | None) -> Iterator[None]:
-    """Tell ``progress`` how many tasks of the Spark jobs within are done, of how many known."""
-    if progress is None:
-        yield
-        return
-    if not is_connect(spark):
-        with _polled(spark, progress):
-            yield
-        return
+def snapshot(
+    location: str,
+    *,
+    spark: SparkSession | None = None,
+    token: str | None = None,
+    ca: str | Path | None = None,
+) -> Iterator[PinnedSnapshot]:
+    """Pin a moment of a broker: every table that is read from it is as it was then.
 
-    def tell(stages: Any, **_: Any) -> None:
-        known = list(stages or ())
-        done = sum(each.num_completed_tasks for each in known)
-        progress(done, sum(each.num_tasks for each in known))
+    >>> with snapshot("grpc://127.0.0.1:8815") as then:                  # doctest: +SKIP
+    ...     every = then.table("active").select("queue", "message_id").union(
+    ...         then.table("done").select("queue", "message_id"))
+    ...     every.count()
 
-    handler = cast("ProgressHandler", tell)
-    spark.registerProgressHandler(handler)
+    The broker keeps it while the block runs, and deleted data with it: leave it soon. DataFrames of
+    it can't be read afterwards, unless they are cached.
+    """
+    client = FlightStore(location, token=token, ca=ca)
+    held = client.hold_snapshot()
+    over = threading.Event()
+
+    def keep() -> None:
+        while not over.wait(limits.MIN_VIEW_IDLE_MS / 3_000):
+            try:
+                client.hold_snapshot(held.snapshot)
+            except InvalidInput:
+                # It is gone: the next read says so.
+                return
+            except PenstockError:
+                # A broker that is away for a while.
+                continue
+
+    keeper = threading.Thread(target=keep, name="penstock-snapshot", daemon=True)
+    keeper.start()
     try:
-        yield
+        yield PinnedSnapshot(spark, client.location, held)
     finally:
-        spark.removeProgressHandler(handler)
-
-
-@contextmanager
-def _polled(spark: SparkSession, progress: Callable[[int, int], None]) -> Iterator[None]:
-    """Ask Spark every now and then: without Spark Connect it calls nobody."""
-    clock = SystemClock()
-    context = spark.sparkContext
-    group = f"penstock-{clock.lease_id().hex()}"
-    context.setJobGroup(group, "penstock")
-    ended = threading.Condition()
-    stopped = False
-
-    def poll() -> None:
-        tracker = context.statusTracker()
-        with ended:
-            while not stopped:
-                clock.wait(ended, _POLL_MS)
-                done = total = 0
-                for job in tracker.getJobIdsForGroup(group):
-                    info = tracker.getJobInfo(job)
-                    for stage in info.stageIds if info else ():
-                        known = tracker.getStageInfo(stage)
-                        if known:
-                            done += known.numCompletedTasks
-                            total += known.numTasks
-                progress(done, total)
-
-    watcher = threading.Thread(target=poll, name="penstock-progress", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        with ended:
-            stopped = True
-            ended.notify()
-        watcher.join()
-        context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
+        over.set()
+        with contextlib.suppress(PenstockError):
+            client.drop_snapshot(held.snapshot)

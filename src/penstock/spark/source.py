@@ -24,7 +24,6 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from penstock.errors import InvalidInput
 from penstock.flight.tables import make_schema
-from penstock.spark.feed import FeedStreamReader
 from penstock.spark.options import (
     FEEDS,
     ROUTING_TABLES,
@@ -36,7 +35,7 @@ from penstock.spark.options import (
 )
 from penstock.spark.reader import TableReader, spark_schema
 from penstock.spark.route import AssignmentWriter, RouteStreamReader
-from penstock.spark.stream import LogStreamReader
+from penstock.spark.stream import FeedStreamReader, LogStreamReader
 from penstock.spark.writer import BatchPublisher, StreamPublisher
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class PenstockSource(DataSource):
         ...  .trigger(availableNow=True).start("log.parquet"))
 
     **The change feed.** ``done``, ``failed`` and ``attempts`` as streams, by the sequence numbers
-    of each queue, with the same options (:mod:`penstock.spark.feed`)::
+    of each queue, with the same options (:mod:`penstock.spark.stream`)::
 
         >>> spark.readStream.format("penstock").option("table", "done").option("queue", "books")
 

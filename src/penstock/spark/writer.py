@@ -14,10 +14,12 @@ import logging
 from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
 from pyspark import TaskContext
 from pyspark.sql.datasource import (
     DataSourceArrowWriter,
@@ -29,9 +31,8 @@ from pyspark.sql.types import MapType, StringType
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, InvalidMessage, PenstockError
 from penstock.flight.client import FlightStore
-from penstock.flight.writes import COLUMNS
-from penstock.model import Message, Value
-from penstock.spark.quarantine import Quarantine
+from penstock.flight.protocol import Published
+from penstock.flight.writes import COLUMNS, messages_of
 from penstock.validation import check_message
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from penstock.spark.options import Options
+
+    # Is told the rows of a batch that can't be messages, by their numbers, with the reasons.
+    BadRows = Callable[[pa.RecordBatch, Mapping[int, str]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +59,9 @@ _TYPES: Final = {
     "dedup_id": ({"string"}, "a string"),
     "queue": ({"string"}, "a string"),
 }
-# The fields of a message behind payload and attributes, and their values where a row has none.
-_DEFAULTS: Final[Mapping[str, Any]] = {"group": "", "priority": 0, "delay_ms": 0, "dedup_id": None}
 _SHOWN_CHARS: Final = 300
 _SHOWN_VALUE_CHARS: Final = 100
 _SHOWN_ROWS: Final = 3
-_decode: Final = msgspec.json.Decoder(dict[str, Value]).decode
 _encode: Final = msgspec.json.Encoder(order="sorted", decimal_format="number").encode
 
 
@@ -104,12 +105,49 @@ class TaskCounts(WriterCommitMessage):
 
 @dataclass
 class SpooledParts(WriterCommitMessage):
-    """The parts of the spool that one task has sent, and how many rows they have."""
+    """The parts of a spool that one task has sent, and how many rows they have."""
 
     spool: str
     partition: int
     parts: list[str]
     rows: int
+
+
+def spool_rows(
+    client: FlightStore,
+    spool: str,
+    rows: Rows,
+    batches: Iterable[pa.RecordBatch],
+    bad_rows: BadRows,
+) -> SpooledParts:
+    """Send the good rows of a task into a spool of the broker."""
+    partition, attempt = task_numbers()
+    # An attempt that was given up may have sent parts, which nobody publishes.
+    parts = client.spool(spool, f"{partition}-{attempt}", rows.messages(batches, bad_rows))
+    return SpooledParts(spool, partition, parts, rows.taken)
+
+
+def publish_spooled(
+    client: FlightStore,
+    tasks: Iterable[SpooledParts],
+    label: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Published:
+    """Publish what tasks have spooled, in the order of the partitions."""
+    ordered = sorted(tasks, key=lambda each: each.partition)
+    rows = sum(each.rows for each in ordered)
+    published = duplicates = 0
+    for spool, part in ((each.spool, part) for each in ordered for part in each.parts):
+        try:
+            said = client.publish_part(spool, part)
+        except PenstockError as error:
+            raise type(error)(
+                f"{error} ({published} of {rows} rows of {label} were published)"
+            ) from None
+        published, duplicates = published + said.published, duplicates + said.duplicates
+        if progress is not None:
+            progress(published, rows)
+    return Published(published, duplicates)
 
 
 class _Publishing:
@@ -124,57 +162,43 @@ class _Publishing:
 
     def _write(self, batches: Iterable[pa.RecordBatch], write: str) -> WriterCommitMessage:
         """Publish the rows of a task, or send them into a spool."""
-        partition, attempt = _task()
         client = FlightStore(self._location)
-        rows = Rows(f"{write}-{partition}")
+        task = f"{write}-{task_numbers()[0]}"
+        rows = Rows(task)
         if self._on_bad_row == "fail-first":
             spool = f"{self._run}-{write}"
-            # An attempt that was given up may have sent parts, which nobody publishes.
-            part = f"{partition}-{attempt}"
             try:
-                parts = client.spool(spool, part, rows.messages(batches, _refuse))
+                return spool_rows(client, spool, rows, batches, _refuse)
             except InvalidMessage:
                 # The write fails: if no task comes to its end, its abort knows of no spool.
-                self._drop([SpooledParts(spool, partition, [part], 0)])
+                drop_spools(client, [spool])
                 raise
-            return SpooledParts(spool, partition, parts, rows.taken)
         if self._on_bad_row == "skip":
             return rows.publish(client, batches, lambda *_: None)
-        with Quarantine(self._quarantine_path or "", f"{write}-{partition}") as quarantine:
+        with Quarantine(self._quarantine_path or "", task) as quarantine:
             return rows.publish(client, batches, quarantine.add)
 
     def _commit(self, messages: list[WriterCommitMessage | None], label: str) -> None:
-        """Publish what was spooled, in the order of the partitions, and log the counts."""
-        client = FlightStore(self._location)
+        """Publish what was spooled, and log the counts."""
+        spooled = [each for each in messages if isinstance(each, SpooledParts)]
+        said = publish_spooled(FlightStore(self._location), spooled, label)
         counts = [each for each in messages if isinstance(each, TaskCounts)]
-        spooled = _spooled(messages)
-        rows = sum(each.rows for each in spooled)
-        published = 0
-        for task in sorted(spooled, key=lambda each: each.partition):
-            for part in task.parts:
-                try:
-                    said = client.publish_part(task.spool, part)
-                except PenstockError as error:
-                    raise type(error)(
-                        f"{error} ({published} of {rows} rows of {label} were published)"
-                    ) from None
-                published += said.published
-                counts.append(TaskCounts(said.published, said.duplicates))
         self._drop(messages)
-        _log_counts(counts, label)
+        _log_counts([*counts, TaskCounts(said.published, said.duplicates)], label)
 
     def _drop(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Drop the spools of a write. One that nobody drops is idle, which the broker ends."""
-        for spool in {each.spool for each in _spooled(messages)}:
-            with contextlib.suppress(PenstockError):
-                FlightStore(self._location).drop_spool(spool)
+        spools = {each.spool for each in messages if isinstance(each, SpooledParts)}
+        drop_spools(FlightStore(self._location), spools)
 
 
-def _spooled(messages: list[WriterCommitMessage | None]) -> list[SpooledParts]:
-    return [each for each in messages if isinstance(each, SpooledParts) and each.parts]
+def drop_spools(client: FlightStore, spools: Iterable[str]) -> None:
+    """Drop spools. One that nobody drops is idle, which the broker ends."""
+    for spool in spools:
+        with contextlib.suppress(PenstockError):
+            client.drop_spool(spool)
 
 
-def _task() -> tuple[int, int]:
+def task_numbers() -> tuple[int, int]:
     """Return the partition of this task, and the number of the attempt at it."""
     context = TaskContext.get()
     return (0, 0) if context is None else (context.partitionId(), context.taskAttemptId())
@@ -254,22 +278,6 @@ def _log_counts(counts: list[TaskCounts], label: str) -> None:
         logger.warning("%s: bad rows left out: %d: %s%s", label, left_out, "; ".join(shown), more)
 
 
-def publisher(location: str) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return a function for ``mapInArrow`` that publishes the rows of a task and counts them.
-
-    It yields a row for each task, with the columns ``published`` and ``duplicates``.
-    """
-    name = SystemClock().lease_id().hex()
-
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        rows = Rows(f"{name}-{_task()[0]}")
-        counted = rows.publish(FlightStore(location), batches, _refuse)
-        columns = [pa.array([count]) for count in (counted.published, counted.duplicates)]
-        yield pa.record_batch(columns, names=["published", "duplicates"])
-
-    return run
-
-
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -299,7 +307,7 @@ class Rows:
         self,
         client: FlightStore,
         batches: Iterable[pa.RecordBatch],
-        bad_rows: Callable[[pa.RecordBatch, Mapping[int, str]], None],
+        bad_rows: BadRows,
     ) -> TaskCounts:
         """Publish the good rows of a task; ``bad_rows`` is told the others, with reasons."""
         made = self.messages(batches, bad_rows)
@@ -314,7 +322,7 @@ class Rows:
     def messages(
         self,
         batches: Iterable[pa.RecordBatch],
-        bad_rows: Callable[[pa.RecordBatch, Mapping[int, str]], None],
+        bad_rows: BadRows,
     ) -> Iterator[pa.RecordBatch]:
         """Yield batches as the broker wants them: JSON attributes, exact types, a dedup id each."""
         for batch in batches:
@@ -359,24 +367,14 @@ def _checked(batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], dict[int, str]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name == "attributes":
             columns["attributes_json"] = _json(column, bad)
-        else:
+        elif name in COLUMNS:
             columns[name] = column.cast(COLUMNS[name])
-    nothing = [None] * batch.num_rows
-    names = ("payload", "attributes_json", "queue", *_DEFAULTS)
-    rows = [columns[name].to_pylist() if name in columns else nothing for name in names]
-    defaults = tuple(_DEFAULTS.values())
-    for at, (payload, text, queue, *rest) in enumerate(zip(*rows, strict=True)):
-        if payload is None:
-            bad.setdefault(at, "payload is null")
+    for at, made in enumerate(messages_of(columns)):
+        if isinstance(made, str):
+            bad.setdefault(at, made)
             continue
         try:
-            attributes = {} if text is None else _decode(text)
-            if queue is not None:
-                attributes["queue"] = queue
-            fields = (d if v is None else v for v, d in zip(rest, defaults, strict=True))
-            check_message(Message(payload, attributes, *fields))
-        except msgspec.DecodeError as error:
-            bad.setdefault(at, f"attributes are not a flat JSON object: {error}")
+            check_message(made)
         except InvalidMessage as error:
             bad.setdefault(at, str(error))
     return columns, bad
@@ -415,3 +413,51 @@ def _cut(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _SHOWN_VALUE_CHARS:
         return f"{value[:_SHOWN_VALUE_CHARS]}…"
     return value
+
+
+# --- bad rows -------------------------------------------------------------------------------------
+
+
+class Quarantine:
+    """The file of one task, which is made when the first row comes.
+
+    It has its name when it is whole. A task that is tried again replaces it.
+    """
+
+    def __init__(self, directory: str, name: str) -> None:
+        self._files, place = _located(directory)
+        self._path = f"{place}/{name}.parquet"
+        # Readers of directories leave names out that begin so.
+        self._unfinished = f"{place}/_{name}-{SystemClock().lease_id().hex()}"
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        if kind is None:
+            self._files.move(self._unfinished, self._path)
+        else:
+            with contextlib.suppress(OSError):
+                self._files.delete_file(self._unfinished)
+
+    def add(self, batch: pa.RecordBatch, bad: Mapping[int, str]) -> None:
+        """Write rows of a batch, by their numbers, with the reasons."""
+        rows = batch.take(pa.array(bad, pa.int64()))
+        rows = rows.append_column("reason", pa.array(bad.values(), pa.string()))
+        if self._writer is None:
+            self._files.create_dir(self._path.rpartition("/")[0], recursive=True)
+            self._writer = pq.ParquetWriter(self._unfinished, rows.schema, filesystem=self._files)
+        self._writer.write_batch(rows)
+
+
+def _located(directory: str) -> tuple[pyarrow.fs.FileSystem, str]:
+    """Return the file system of a directory, and the path there."""
+    try:
+        files, path = pyarrow.fs.FileSystem.from_uri(directory)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise InvalidInput(f"quarantinePath {directory!r:.200} can't be used: {error}") from None
+    return files, path.rstrip("/")

@@ -131,7 +131,7 @@ def test_files_become_messages(
         progress=lambda *now: told.append(now),
     )
     assert (made.rows, made.published, made.duplicates) == (40, 40, 0)
-    assert told
+    assert told[-1] == (40, 40)
     entries = broker.browse("dear", limit=100)
     assert sorted(entry.attributes["price"] for entry in entries) == list(range(11, 40))
     assert Counter(entry.group for entry in entries)["t1"] == 9
@@ -212,7 +212,7 @@ def test_a_bad_row_names_itself_and_nothing_is_published(
     rows = [{"payload": "x", "group": "g", "code": n} for n in range(10)]
     rows[7]["group"] = "g" * 300
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(InvalidMessage, match=r'rows.json, row 8 of its part: group.*"code":7'):
+    with pytest.raises(InvalidMessage, match=r'rows.json: group.*"code":7'):
         publish(spark, world.location, str(tmp_path / "rows.json"))
     (tmp_path / "rows.json").write_text('{"payload": "x"}\n{"payload": \n')
     with pytest.raises(InvalidInput, match="can't be read"):

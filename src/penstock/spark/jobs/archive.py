@@ -45,8 +45,8 @@ from penstock.spark.delta import (
     read_rows,
     write_rows,
 )
-from penstock.spark.feed import deal
 from penstock.spark.sessions import parallelism, pinned, translated
+from penstock.spark.stream import deal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence

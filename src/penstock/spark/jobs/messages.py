@@ -7,23 +7,29 @@ deletes.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
+from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, InvalidMessage
 from penstock.flight.client import FlightStore
-from penstock.flight.location import locate
 from penstock.flight.writes import COLUMNS
-from penstock.model import Message
-from penstock.spark.sessions import FROM_SPARK, pinned, read, reporting, revived
-from penstock.spark.writer import check_schema, publisher
-from penstock.validation import check_messages
+from penstock.spark.sessions import FROM_SPARK, pinned, read, revived
+from penstock.spark.writer import (
+    Rows,
+    SpooledParts,
+    check_schema,
+    drop_spools,
+    publish_spooled,
+    spool_rows,
+    task_numbers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,9 +44,6 @@ _HOLDERS: Final = ("active", "done", "failed")
 FORMATS: Final = ("parquet", "json", "csv")
 _SHOWN: Final = 5
 _ROW_CHARS: Final = 200
-_NAMES: Final = ("published", "duplicates")
-_COUNTED: Final = "published bigint, duplicates bigint"
-_CHECKED: Final = "place string, rows bigint, error string, row string"
 
 
 def _chunks(
@@ -207,32 +210,39 @@ def publish(
     these names are taken as they are; without a payload the whole row as JSON is the payload.
 
     Every row is checked before any is published; a bad one is shown with its file and its content.
-    A task that is tried again publishes nothing twice; to run a job again that failed half-way,
-    give a ``dedup_id`` and do it within the broker's dedup window.
+    Until then the rows wait in a spool of the broker. A task that is tried again publishes nothing
+    twice; to run a job again that failed half-way, give a ``dedup_id`` and do it within the
+    broker's dedup window. ``progress`` is told rows: published, and in all.
 
     >>> publish(spark, "grpc://127.0.0.1:8815", "orders/*.csv", format="csv",
     ...         columns={"attributes": "struct(kind, price)", "group": "tenant",
     ...                  "dedup_id": "order_id"})                         # doctest: +SKIP
     """
-    location = locate(location, token=token, ca=ca)
+    client = FlightStore(location, token=token, ca=ca)
     rows = _rows(spark, paths, query, format, options or {})
+    spool = SystemClock().lease_id().hex()
     try:
         messages = _mapped(rows, columns or {})
-        count = _check(messages)
-        taken = duplicates = 0
-        if not dry_run:
-            sent = messages.drop("_place", "_row")
-            check_schema(sent.schema)
-            with reporting(spark, progress):
-                told = sent.mapInArrow(publisher(location), _COUNTED).collect()
-            taken, duplicates = (sum(row[name] for row in told) for name in _NAMES)
+        check_schema(messages.drop("_place", "_row").schema)
+        send = partial(_send, client, spool, dry_run)
+        told = messages.mapInArrow(send, "told string").collect()
+        sent = [msgspec.json.decode(row["told"], type=_Sent) for row in told]
+        bad = [each for task in sent for each in task.bad]
+        if bad:
+            raise InvalidMessage(f"nothing was published: {' | '.join(bad[:_SHOWN])}")
+        said = publish_spooled(client, [each.spooled for each in sent], "the job", progress)
     except FROM_SPARK as error:
         ours = revived(error)
         if ours is not None:
             raise ours from None
         raise InvalidInput(f"the rows can't be read or published: {_cause(error)}") from None
+    finally:
+        drop_spools(client, [] if dry_run else [spool])
     return PublishReport(
-        rows=count, published=taken - duplicates, duplicates=duplicates, dry_run=dry_run
+        rows=sum(each.spooled.rows for each in sent),
+        published=said.published - said.duplicates,
+        duplicates=said.duplicates,
+        dry_run=dry_run,
     )
 
 
@@ -290,69 +300,38 @@ def _mapped(rows: DataFrame, columns: Mapping[str, str]) -> DataFrame:
     )
 
 
-def _check(messages: DataFrame) -> int:
-    """Count the rows, and refuse them all if any can't be a message."""
-    attributes = dict(messages.dtypes).get("attributes", "")
-    checked = messages
-    if attributes.startswith(("map", "struct")):
-        checked = checked.withColumn("attributes", F.to_json("attributes"))
-    found = checked.mapInArrow(_checked, _CHECKED).collect()
-    bad = [row for row in found if row["error"] is not None]
-    if bad:
-        told = [
-            f"{row['place']}, row {row['rows']} of its part: {row['error']}; it is {row['row']}"
-            for row in bad[:_SHOWN]
-        ]
-        raise InvalidMessage(f"nothing was published: {' | '.join(told)}")
-    return sum(row["rows"] for row in found)
+class _Sent(NamedTuple):
+    """The rows that a task has spooled, and its first bad ones."""
+
+    spooled: SpooledParts
+    bad: list[str]
 
 
-def _checked(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the number of rows of a part, and its first bad ones."""
-    rows, at, last = 0, 0, None
-    bad: list[tuple[str, int, str, str]] = []
-    for batch in batches:
-        for row in batch.to_pylist():
-            # Rows are numbered within their file; a large file is read in several parts.
-            at = at + 1 if row["_place"] == last else 1
-            last = row["_place"]
-            rows += 1
-            error = _wrong(row) if len(bad) < _SHOWN else None
-            if error is not None:
-                bad.append((last, at, error, row["_row"]))
-    answers: list[tuple[str, int, str | None, str]] = [("", rows, None, ""), *bad]
-    kinds = (pa.string(), pa.int64(), pa.string(), pa.string())
-    arrays = [pa.array(list(c), k) for c, k in zip(zip(*answers, strict=True), kinds, strict=True)]
-    yield pa.record_batch(arrays, names=["place", "rows", "error", "row"])
+def _send(
+    client: FlightStore,
+    spool: str,
+    dry_run: bool,  # noqa: FBT001 - partial() gives it a name
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """Check the rows of a task, and send them into a spool unless this is a dry run."""
+    bad: list[str] = []
 
+    def note(batch: pa.RecordBatch, reasons: Mapping[int, str]) -> None:
+        for at, reason in reasons.items():
+            place, row = (batch.column(name)[at].as_py() for name in ("_place", "_row"))
+            bad.append(f"{place}: {reason}; it is {row}")
+        del bad[_SHOWN:]
 
-def _wrong(row: Mapping[str, Any]) -> str | None:
-    """Return why a row is no message; None if it is one."""
-    payload = row["payload"]
-    if payload is None:
-        return "payload is null"
-    text = row.get("attributes") or row.get("attributes_json")
-    try:
-        attributes = msgspec.json.decode(text) if text else {}
-        if row.get("queue") is not None:
-            attributes["queue"] = row["queue"]
-        check_messages(
-            [
-                Message(
-                    payload.encode() if isinstance(payload, str) else bytes(payload),
-                    attributes,
-                    row.get("group") or "",
-                    row.get("priority") or 0,
-                    row.get("delay_ms") or 0,
-                    row.get("dedup_id"),
-                )
-            ]
-        )
-    except msgspec.DecodeError as error:
-        return f"attributes are not a flat JSON object: {error}"
-    except InvalidInput as error:
-        return str(error).removeprefix("message 0: ")
-    return None
+    partition, _ = task_numbers()
+    rows = Rows(f"{spool}-{partition}")
+    if dry_run:
+        for _ in rows.messages(batches, note):
+            pass
+        spooled = SpooledParts(spool, partition, [], rows.taken)
+    else:
+        spooled = spool_rows(client, spool, rows, batches, note)
+    told = msgspec.json.encode(_Sent(spooled, bad)).decode()
+    yield pa.record_batch([pa.array([told])], names=["told"])
 
 
 def _cause(error: Exception) -> str:

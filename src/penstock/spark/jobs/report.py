@@ -25,8 +25,7 @@ from penstock.flight.protocol import ReadCommand, SnapshotTicket
 from penstock.flight.tables import TIME, make_schema, schema_of
 from penstock.spark.jobs.figures import FIGURES, SHARES, figures, figures_of_rows
 from penstock.spark.options import FEEDS
-from penstock.spark.sessions import translated
-from penstock.spark.snapshot import snapshot
+from penstock.spark.sessions import snapshot, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +61,7 @@ def report(
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
     client = FlightStore(location, token=token, ca=ca)
-    known = client.queues(queues).created_at_ms
+    known = client.queues(queues)
     with snapshot(client.location, spark=spark) as then:
         read = _Reader(client, then.options["snapshot"], queues)
         if archive is None:
