@@ -248,7 +248,7 @@ def test_a_store_travels_by_pickle(broker: penstock.Broker, store: FlightStore) 
 def test_info_says_which_store(broker: penstock.Broker, store: FlightStore) -> None:
     info = store.info()
     assert info.version == penstock.__version__
-    assert (info.design, info.routing, info.protocol) == (broker.info().design, "inline", 2)
+    assert (info.design, info.routing, info.protocol) == (broker.info().design, "inline", 3)
     assert info.store_id == store.plan_read("log").facts.store_id
     assert store.log_stats() == broker.log_stats()
     assert store.sweep().total == 0
@@ -257,8 +257,8 @@ def test_info_says_which_store(broker: penstock.Broker, store: FlightStore) -> N
 def test_a_client_of_another_protocol_is_refused_in_one_line(
     store: FlightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "PROTOCOL", 3)
-    text = "the client speaks version 3 of the Flight protocol, this server version 2: install"
+    monkeypatch.setattr(protocol, "PROTOCOL", 4)
+    text = "the client speaks version 4 of the Flight protocol, this server version 3: install"
     reads = (
         store.info,
         lambda: store.plan_read("log"),

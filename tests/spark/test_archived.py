@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -227,8 +228,10 @@ def test_each_action_reads_the_present(spark: SparkSession, site: Site) -> None:
 
 def renamed(part: Any, frame: str) -> Any:
     """Make a part one of another DataFrame, if it reads a snapshot."""
-    source = getattr(part, "source", None)
-    return part if source is None else replace(part, source=replace(source, frame=frame))
+    ticket = getattr(part, "ticket", None)
+    if ticket is None:
+        return part
+    return replace(part, ticket=msgspec.structs.replace(ticket, frame=frame))
 
 
 def test_a_snapshot_has_what_had_ended_by_then(spark: SparkSession, site: Site) -> None:

@@ -1,25 +1,29 @@
-"""A Flight service that listens: its address, TLS, idle snapshots, and the way it ends."""
+"""A Flight service that listens: address and TLS, the key of each call, and the way it ends."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow as pa
+import pyarrow.flight as fl
 
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, NotAllowed
+from penstock.flight.protocol import PROTOCOL, PROTOCOL_HEADER, describe, revive
 from penstock.flight.service import FlightService
+from penstock.server.security import ANYONE, token_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
     from penstock.server.keys import Keys
     from penstock.server.metrics import Metrics
+    from penstock.server.security import Principal
 
 log = logging.getLogger(__name__)
 
@@ -27,29 +31,24 @@ JANITOR_MS: Final = 15_000
 GRACE_MS: Final = 30_000
 
 
-class TlsFiles(NamedTuple):
-    """Files of certificate, key, and the authority of clients' certificates, if they need any."""
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Return the files as options of a Flight server."""
-        try:
-            pair = self.certificate.read_bytes(), self.key.read_bytes()
-            roots = None if self.client_ca is None else self.client_ca.read_bytes()
-        except OSError as error:
-            raise InvalidInput(f"TLS: {error.filename} can't be read: {error.strerror}") from None
-        return {
-            "tls_certificates": [pair],
-            "verify_client": roots is not None,
-            "root_certificates": roots,
-        }
+def _tls_options(files: Sequence[Path | None]) -> dict[str, Any]:
+    """Return files of certificate, key, and the authority of clients as options of a server."""
+    try:
+        certificate, key, roots = (each and each.read_bytes() for each in files)
+    except OSError as error:
+        raise InvalidInput(f"TLS: {error.filename} can't be read: {error.strerror}") from None
+    return {
+        "tls_certificates": [(certificate, key)],
+        "verify_client": roots is not None,
+        "root_certificates": roots,
+    }
 
 
 class FlightListener:
-    """A running Flight service; clients connect to its ``location``."""
+    """A running Flight service; clients connect to its ``location``.
+
+    ``tls``: the files of certificate, key, and the authority of clients' certificates or None.
+    """
 
     def __init__(
         self,
@@ -61,14 +60,19 @@ class FlightListener:
         keys: Keys | None = None,
         metrics: Metrics | None = None,
         audited: Callable[[str, str], Broker] | None = None,
-        tls: TlsFiles | None = None,
+        tls: Sequence[Path | None] | None = None,
     ) -> None:
         scheme = "grpc" if tls is None else "grpc+tls"
         place = f"{scheme}://{_bracketed(host)}:{port}"
         try:
-            options = {} if tls is None else tls.options()
             self.service = FlightService(
-                broker, place, clock, keys=keys, metrics=metrics, audited=audited, **options
+                broker,
+                place,
+                clock,
+                audited,
+                auth_handler=AcceptedHandshakes(),
+                middleware={"guard": FlightGuard(keys, metrics, clock)},
+                **({} if tls is None else _tls_options(tls)),
             )
         except pa.ArrowException as error:
             raise InvalidInput(f"can't listen on {host}:{port}: {error}") from error
@@ -138,3 +142,101 @@ def _bracketed(host: str) -> str:
 def _reachable(host: str) -> str:
     """Return an address that clients can connect to, for one that listens everywhere."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]
+    """One call: its key, and its name for the metrics."""
+
+    def __init__(
+        self, guard: FlightGuard, principal: Principal, operation: str, answer: str
+    ) -> None:
+        self.principal = principal
+        self.operation = operation
+        # Known once the call is served: who has made it, and what it asks for.
+        self.address = ""
+        self.request: object = ""
+        self._guard = guard
+        self._answer = answer
+        self._begin = guard.clock.seconds()
+
+    def sending_headers(self) -> dict[str, str]:
+        """Answer a login with the token to use from then on."""
+        return {"authorization": self._answer} if self._answer else {}
+
+    def call_completed(self, exception: Exception | None) -> None:
+        """Count the call."""
+        if self._guard.metrics is None:
+            return
+        outcome = "ok"
+        if exception is not None:
+            ours = revive(getattr(exception, "extra_info", None))
+            outcome = type(exception if ours is None else ours).__name__
+        seconds = self._guard.clock.seconds() - self._begin
+        self._guard.metrics.request(
+            "flight",
+            self.operation,
+            seconds,
+            outcome,
+            self.principal.key_id,
+            self.address,
+            self.request,
+        )
+
+
+class FlightGuard(fl.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Finds the key of each call, and refuses one without a known key or of another protocol."""
+
+    def __init__(self, keys: Keys | None, metrics: Metrics | None, clock: Clock) -> None:
+        self.keys = keys
+        self.metrics = metrics
+        self.clock = clock
+
+    def start_call(self, info: fl.CallInfo, headers: dict[str, Any]) -> FlightCall:
+        """Look at the headers of a call."""
+        begin = self.clock.seconds()
+        operation = info.method.name.lower()
+        spoken = _header(headers, PROTOCOL_HEADER) or str(PROTOCOL)
+        if spoken != str(PROTOCOL):
+            error = InvalidInput(
+                f"the client speaks version {spoken:.20} of the Flight protocol, this server "
+                f"version {PROTOCOL}: install the same Penstock on both sides"
+            )
+            raise fl.FlightServerError(*describe(error))
+        if self.keys is None:
+            return FlightCall(self, ANYONE, operation, "")
+        header = _header(headers, "authorization")
+        token = token_of(header)
+        principal = self.keys.by_token(token) if token else None
+        if principal is None:
+            if self.metrics is not None:
+                seconds = self.clock.seconds() - begin
+                self.metrics.request("flight", operation, seconds, NotAllowed.__name__)
+                # Flight does not tell the address before a call is let in.
+                self.metrics.refusals.token("flight", "", token)
+            why = "the key is not known" if token else "it needs a key"
+            refused = NotAllowed(f"this server wants authorization: Bearer ID:SECRET; {why}")
+            raise fl.FlightUnauthenticatedError(*describe(refused))
+        login = header.lower().startswith("basic")
+        return FlightCall(self, principal, operation, f"Bearer {token}" if login else "")
+
+
+def _header(headers: dict[str, Any], wanted: str) -> str:
+    for name, values in headers.items():
+        if name.lower() == wanted and values:
+            value = values[0]
+            return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+    return ""
+
+
+class AcceptedHandshakes(fl.ServerAuthHandler):  # type: ignore[misc]
+    """Accepts Flight's own login: the middleware has checked its header."""
+
+    def authenticate(self, outgoing: Any, incoming: Any) -> None:
+        """Ask for nothing more."""
+
+    def is_valid(self, token: bytes) -> bytes:  # noqa: ARG002 - Flight's signature
+        """Return no name: the middleware knows the key."""
+        return b""

@@ -64,9 +64,6 @@ class ReadCommand(_Command):
     columns: Sequence[str] | None = None
     filter: str | None = None
     partitions: int = 1
-    begin: int | None = None
-    end: int | None = None
-    logs: Sequence[int] | None = None
     where: str | None = None
 
 

@@ -23,7 +23,6 @@ import pyarrow.flight as fl
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.flight import protocol
-from penstock.flight.guard import AcceptedHandshakes, FlightCall, FlightGuard
 from penstock.flight.protocol import ACTIONS, PUTS, decode, describe, encode
 from penstock.flight.snapshots import (
     Piece,
@@ -49,9 +48,8 @@ if TYPE_CHECKING:
 
     from penstock.broker.broker import Broker
     from penstock.clock import Clock
+    from penstock.flight.listener import FlightCall
     from penstock.model import LiveFilters
-    from penstock.server.keys import Keys
-    from penstock.server.metrics import Metrics
     from penstock.server.security import Principal
     from penstock.store.snapshot import PinnedStore
     from penstock.store.transfer import CopyPage, CopyStart
@@ -98,10 +96,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         broker: Broker,
         location: str,
         clock: Clock,
-        *,
-        keys: Keys | None = None,
-        metrics: Metrics | None = None,
-        audited: Callable[[str, str], Broker] | None = None,
+        audited: Callable[[str, str], Broker] | None,
         **options: Any,
     ) -> None:
         self._broker = broker
@@ -112,12 +107,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         self.stages = Stages(clock)
         self.spools = Spools(clock)
         self._filler = Filler(broker)
-        super().__init__(
-            location,
-            auth_handler=AcceptedHandshakes(),
-            middleware={"guard": FlightGuard(keys, metrics, clock)},
-            **options,
-        )
+        super().__init__(location, **options)
 
     # --- reading -------------------------------------------------------------------------
 
@@ -432,22 +422,11 @@ def _cutting(
     shown = queues if queues and command.table in _BY_QUEUE else ["*"]
     _check_queues(principal, shown)
     check_count(command.partitions, "partitions", 1, limits.MAX_PARTITIONS)
-    for name, value in (("begin", command.begin), ("end", command.end)):
-        if value is not None:
-            check_count(value, name, 0, limits.MAX_OFFSET)
     selection = _selection(command)
 
     def cut(pinned: PinnedStore) -> TableParts:
-        parts = partition(
-            pinned,
-            command.table,
-            command.partitions,
-            queues=queues,
-            begin=command.begin,
-            end=command.end,
-            logs=command.logs,
-            where=selection.where,
-        )
+        where, count = selection.where, command.partitions
+        parts = partition(pinned, command.table, count, queues=queues, where=where)
         return TableParts(parts, selection)
 
     return cut

@@ -58,15 +58,14 @@ class Piece(NamedTuple):
 Part: TypeAlias = list[Piece]
 # Of one DataFrame: an action that is still under way is among its last ones.
 _MOMENTS: Final = 64
-# The column that begin and end of a table count.
-_RANGED: Final = {
+# The column of a table that rows are found by.
+_FOUND_BY: Final = {
     "log": "offset",
     "messages": "message_id",
+    "attempts": "message_id",
     "done": "sequence",
     "failed": "sequence",
 }
-# The column of a table that rows are found by.
-_FOUND_BY: Final = {**_RANGED, "attempts": "message_id"}
 _WAITING: Final = (State.AVAILABLE.value, State.DELAYED.value)
 
 
@@ -76,25 +75,15 @@ def partition(
     count: int,
     *,
     queues: Sequence[str] | None = None,
-    begin: int | None = None,
-    end: int | None = None,
-    logs: Sequence[int] | None = None,
     where: Condition | None = None,
 ) -> list[Part]:
     """Cut a table into at most ``count`` parts; at least one, which may have no rows.
 
-    ``begin`` and ``end`` count offsets (log), message ids (messages) or sequence numbers. Rows that
-    ``where`` is not true of may be left out.
+    Rows that ``where`` is not true of may be left out.
     """
-    if (begin is not None or end is not None) and table not in _RANGED:
-        names = ", ".join(sorted(_RANGED))
-        raise InvalidInput(f"table {table} has no begin and end; those that have: {names}")
-    if logs is not None and table != "log":
-        raise InvalidInput(f"logs are for the table log, not for {table}")
     if queues is not None and table in {"log", "messages"}:
         raise InvalidInput(f"table {table} has no queues to choose from")
-    low = 0 if begin is None else begin
-    high = MAX_OFFSET if end is None else end
+    low, high = 0, MAX_OFFSET
     if where is not None:
         span = where.span(_FOUND_BY.get(table, ""))
         low, high = max(low, span.low), min(high, span.high + 1)
@@ -103,7 +92,15 @@ def partition(
         # Nothing can be in it.
         count = 1
     elif table == "log":
-        pieces = _log_pieces(pinned, count, low, high, logs)
+        stats = pinned.log_stats
+        first, last = (0, MAX_OFFSET) if where is None else where.span("log")
+        logs = [log for log in sorted(stats.cursors) if first <= log <= last]
+        low, high = max(low, stats.earliest), min(high, stats.end)
+        if logs and low < high:
+            each = -(-count // len(logs))
+            pieces = [
+                Piece(None, None, *cut, log) for log in logs for cut in cut_range(low, high, each)
+            ]
     elif table == "messages":
         # The ids whose payload is kept.
         ends = pinned.message_ends(low, high)
@@ -128,22 +125,6 @@ def partition(
     # Neighbours stay together.
     borders = [len(pieces) * at // count for at in range(count + 1)]
     return [pieces[borders[at] : borders[at + 1]] for at in range(count)]
-
-
-def _log_pieces(
-    pinned: PinnedStore, count: int, low: int, high: int, logs: Sequence[int] | None
-) -> list[Piece]:
-    stats = pinned.log_stats
-    known = sorted(stats.cursors)
-    for log in logs or ():
-        if log not in stats.cursors:
-            raise InvalidInput(f"no log {log}; there are logs 0 to {known[-1]}")
-    chosen = known if logs is None else list(dict.fromkeys(logs))
-    low, high = max(low, stats.earliest), min(high, stats.end)
-    if not chosen or low >= high:
-        return []
-    each = -(-count // len(chosen))
-    return [Piece(None, None, *cut, log) for log in chosen for cut in cut_range(low, high, each)]
 
 
 def _queue_pieces(

@@ -349,9 +349,9 @@ class _FlightService(Listener):
 
     async def start(self) -> None:
         """Listen."""
-        from penstock.flight.listener import FlightListener, TlsFiles  # noqa: PLC0415 - an extra
+        from penstock.flight.listener import FlightListener  # noqa: PLC0415 - an extra
 
-        server, files = self._server, tls_files(self._server.config, "flight")
+        server = self._server
         self._service = FlightListener(
             server.broker,
             *self.address,
@@ -359,7 +359,7 @@ class _FlightService(Listener):
             keys=server.keys,
             metrics=server.metrics,
             audited=server.audited_for_flight,
-            tls=None if files is None else TlsFiles(*files),
+            tls=tls_files(server.config, "flight"),
         )
         self.address = self.address[0], self._service.port
 

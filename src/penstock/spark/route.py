@@ -7,20 +7,16 @@
      └── cursor, in the same change as the assignments ◀────────────┴────────────────────┘
 
 **Exactly once**, and why: assignments and cursor are one change of the store, and every
-micro-batch begins at the cursor. A replay finds the cursor past it. A killed driver or executor
-leaves stages behind that nobody sees. Two pipelines can't both assign: each takes an epoch when
-it starts, and the older one is refused. Filters that change while a micro-batch is under way make
-it outdated, and it is matched again. The checkpoint may be deleted, kept or taken from a
-backup: it holds nothing that the store does not know better.
+micro-batch goes from the cursor, whatever its start offset, up to its end offset. A replay finds
+nothing left to do. One that did not take (its filters were outdated, its stages were lost with the
+server, driver or executor were killed) is simply still there to be done. Two pipelines can't both
+assign: each takes an epoch when it starts, and the older one is refused. Spark's checkpoint only
+says when to look: it may be deleted, kept or taken from a backup.
 
-The store's cursors alone say how far is routed; Spark's checkpoint only says when to look. A
-micro-batch goes from the cursors, whatever its start offset, up to its end offset. So a replayed
-micro-batch finds nothing left to do, and one that did not take (its filters were outdated, its
-stages were lost with the server) is simply still there to be done. Matches do not travel through
-Spark: the task that makes them stages them with the broker, and gives Spark the names of the
-stages. The broker assigns a stage as soon as the cursor has come to it, while the tasks match what
-follows; the commit is for what is left. So tasks take pieces of the log in turn. The broker drops
-a stage that is never committed after a while.
+Matches do not travel through Spark: the task that makes them stages them with the broker, and gives
+Spark the names of the stages. The broker assigns a stage as soon as the cursor has come to it,
+while the tasks match what follows; the commit is for what is left. So tasks take pieces of the log
+in turn. The broker drops a stage that is never committed after a while.
 
 A :class:`Pipeline` has a DataFrame transformation between the log and the queues, still exactly
 once. Its stream carries only the stretches that are to be routed: for each micro-batch the log is
@@ -198,9 +194,16 @@ def _started(
 # --- the source: stretches that are still to be routed -------------------------------------------
 
 
-def new_stage() -> str:
-    """Return a name that no other stage has."""
-    return SystemClock().lease_id().hex()
+@contextlib.contextmanager
+def dropped_on_failure(client: FlightStore) -> Iterator[list[str]]:
+    """Give a list for the names of stages, which are dropped if something fails."""
+    stages: list[str] = []
+    try:
+        yield stages
+    except BaseException:
+        with contextlib.suppress(PenstockError):
+            client.drop_stages(stages)
+        raise
 
 
 @dataclass
@@ -312,9 +315,8 @@ class RouteStreamReader(LogStreamReader):
     def _staged(self, pieces: Sequence[Stretch]) -> list[str]:
         """Stage the matches of each piece, in parts if filters change within it."""
         client = FlightStore(self._options.location)
-        stages: list[str] = []
         live, live_from = None, 0
-        try:
+        with dropped_on_failure(client) as stages:
             for log, first, end in pieces:
                 begin = first
                 while begin < end:
@@ -324,7 +326,7 @@ class RouteStreamReader(LogStreamReader):
                     matcher = matcher_of(live.filters)
                     batches = client.read_log(log, begin, until, columns=PACKED_COLUMNS)
                     found = [match_batch(matcher, batch) for batch in batches]
-                    stages.append(new_stage())
+                    stages.append(SystemClock().lease_id().hex())
                     client.stage(
                         stages[-1],
                         [batch for batch in found if batch.num_rows],
@@ -336,10 +338,6 @@ class RouteStreamReader(LogStreamReader):
                         assign=True,
                     )
                     begin = until
-        except BaseException:
-            with contextlib.suppress(PenstockError):
-                client.drop_stages(stages)
-            raise
         return stages
 
 
@@ -445,13 +443,11 @@ class Pipeline:
         >>> query = (penstock.spark.pipeline(spark, "grpc://127.0.0.1:8815")
         ...          .transform(enrich).start(checkpoint="ckpt"))
 
-    What it may do: anything that keeps ``log`` and ``offset`` of a row. Columns of the log that
-    it changes are matched as changed (not ``attributes``, which is a view of ``attributes_json``).
-    A message whose rows are all dropped goes to no queue; one that a join has multiplied goes to
-    every queue that one of its rows matches, once. Payload and attributes of the message itself
-    are never changed: the enrichment is for routing.
-
-    What it may not do: put rows off to a later micro-batch (state, watermarks).
+    It may do anything that keeps ``log`` and ``offset`` of a row, but not put rows off to a later
+    micro-batch (state, watermarks). Columns of the log that it changes are matched as changed (not
+    ``attributes``, which is a view of ``attributes_json``). A message whose rows are all dropped
+    goes to no queue; one that a join has multiplied goes to every queue that one of its rows
+    matches, once. The message itself is never changed: the enrichment is for routing.
     """
 
     def __init__(self, spark: SparkSession, location: str) -> None:
@@ -496,24 +492,18 @@ class Pipeline:
         # Offsets with other live filters are left to the next micro-batch.
         bounds = [Stretch(log, begin, min(end, live[log].until or end)) for log, begin, end in todo]
         matches = self._matches(bounds, live)
-        stages = []
-        try:
+        with dropped_on_failure(client) as stages:
             for stretch in bounds:
                 mine = matches.filter(pc.equal(matches["log"], stretch.log))
-                stage = new_stage()
+                stages.append(SystemClock().lease_id().hex())
                 client.stage(
-                    stage,
+                    stages[-1],
                     mine.select(MATCHES.names).cast(MATCHES).to_batches(),
                     **stretch._asdict(),
                     filters_version=live[stretch.log].filters_version,
                     epoch=epoch,
                 )
-                stages.append(stage)
             commit(self._location, stages, epoch)
-        except BaseException:
-            with contextlib.suppress(PenstockError):
-                client.drop_stages(stages)
-            raise
 
     def _matches(self, bounds: list[Stretch], live: Mapping[int, LiveFilters]) -> pa.Table:
         log = (

@@ -1,18 +1,6 @@
 """The data source ``penstock``: its options choose a reader or a writer.
 
-Spark finds it by itself, as ``pyspark_penstock.DefaultSource``. Messages are made of the columns:
-
-===========  =====================================================  ==============================
-column       type                                                   without it
-===========  =====================================================  ==============================
-payload      binary or string                                       an error
-attributes   map<string, …>, struct or string (a JSON object)       no attributes
-group        string                                                 the default group
-priority     int                                                    0
-delay_ms     bigint                                                 no delay
-dedup_id     string                                                 derived, see below
-queue        string: sets the attribute ``queue``                   only the filters decide
-===========  =====================================================  ==============================
+Spark finds it by itself, as ``pyspark_penstock.DefaultSource``.
 """
 
 from __future__ import annotations
@@ -65,63 +53,19 @@ class PenstockSource(DataSource):
 
         spark = penstock.spark.session()
         reader = spark.read.format("penstock").option("server", "grpc://127.0.0.1:8815")
+        reader.option("table", "queues").load().select("name", "available", "done").show()
+        reader.option("table", "done").option("queue", "books").option("filter", "price > 10")
 
-    **Tables.** ``log``, ``messages``, ``active``, ``done``, ``failed``, ``attempts``, ``queues``,
-    ``groups`` and ``stats``. Each action reads the present;
-    :func:`penstock.spark.snapshot` keeps a moment for several tables and actions::
+        spark.readStream.format("penstock").option("table", "log")
+        df.selectExpr("payload", "struct(kind, price) AS attributes").write.format(
+            "penstock").mode("append").save()
 
-        >>> reader.option("table", "queues").load().select(
-        ...     "name", "filter", "available", "in_flight", "done").show()
-        +------+-------------+---------+---------+----+
-        |  name|       filter|available|in_flight|done|
-        +------+-------------+---------+---------+----+
-        | books|kind = 'book'|        2|        0|   1|
-        |orders| queue='or…' |        0|        0|   0|
-        +------+-------------+---------+---------+----+
-
-    ``queue`` picks queues (``"books,orders"``), ``filter`` is a filter in the language of queues,
-    ``where`` a condition on columns (``"offset > 999000"``), ``columns`` picks columns and
-    ``payload`` adds the payload. All are applied by the broker, so that it sends no more than
-    that::
-
-        >>> (reader.option("table", "done").option("queue", "books")
-        ...  .option("filter", "price > 10").option("payload", "true").load()
-        ...  .selectExpr("message_id", "attributes['kind'] AS kind",
-        ...              "variant_get(parse_json(attributes_json), '$.price', 'int') AS price",
-        ...              "string(payload) AS payload").show())
-        +----------+----+-----+--------+
-        |message_id|kind|price| payload|
-        +----------+----+-----+--------+
-        |         0|book|   12|one book|
-        +----------+----+-----+--------+
-
-    ``attributes`` is a map of text; ``attributes_json`` keeps the types. ``includeArchive`` names
-    an archive (a directory or ``s3://BUCKET/PREFIX``), whose rows ``done``, ``failed`` and
-    ``attempts`` then have too.
-
-    **The log**, as a batch or as a stream, with the options that Kafka's source has:
-    ``startingOffsets`` and ``endingOffsets`` (``earliest``, ``latest``, ``{"0": 5}``),
-    ``startingTimestamp``, ``maxOffsetsPerTrigger``, ``minPartitions``, ``failOnDataLoss``::
-
-        >>> (spark.readStream.format("penstock").option("table", "log")
-        ...  .option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", "10000").load()
-        ...  .writeStream.format("parquet").option("checkpointLocation", "ckpt")
-        ...  .trigger(availableNow=True).start("log.parquet"))
-
-    **The change feed.** ``done``, ``failed`` and ``attempts`` as streams, by the sequence numbers
-    of each queue, with the same options (:mod:`penstock.spark.stream`)::
-
-        >>> spark.readStream.format("penstock").option("table", "done").option("queue", "books")
-
-    **Publishing.** A DataFrame with ``payload`` and, if wanted, ``attributes`` (a map, a struct
-    or JSON text), ``group``, ``priority``, ``delay_ms``, ``dedup_id`` and ``queue``::
-
-        >>> df.selectExpr("payload", "struct(kind, price) AS attributes").write.format(
-        ...     "penstock").mode("append").save()
-
-    A DataFrame with a bad row is refused; with ``option("onBadRow", "skip")`` the others are
-    published.
-    :class:`~penstock.spark.writer.StreamPublisher` says what a replay of a stream publishes.
+    **Tables**: ``log``, ``messages``, ``active``, ``done``, ``failed``, ``attempts``, ``queues``,
+    ``groups`` and ``stats``. Each action reads the present; :func:`penstock.spark.snapshot` keeps
+    a moment for several tables and actions. The broker applies ``queue``, ``filter``, ``where``
+    and ``columns``, so that it sends no more than that. ``includeArchive`` adds the rows of an
+    archive. **Streams**: ``log``, and the change feed ``done``, ``failed`` and ``attempts``, with
+    the options that Kafka's source has. ``docs/spark.md`` describes all of it.
     """
 
     @classmethod

@@ -233,19 +233,9 @@ class StreamPublisher(_Publishing, DataSourceStreamArrowWriter):
     A micro-batch with a bad row ends the query, and nothing of it is published, unless the option
     ``onBadRow`` is ``skip`` or ``quarantine``.
 
-    Spark replays a micro-batch after a crash, so messages that were published may come again:
-
-    - **With a column ``dedup_id``** a message is published once if its replay comes within the
-      broker's dedup window (``dedup_window_ms``, five minutes unless the broker was opened with
-      another; up to seven days), whatever the plan looks like.
-    - **Without it** the id is made of query, micro-batch, partition and the row's content (equal
-      rows of one partition are counted). A message is then published once if, besides the
-      window, the replay puts the same rows into the same partitions: so it is for sources that
-      replay (this one, Kafka, files) and for everything deterministic behind them. ``rand()``,
-      ``uuid()`` and a changed ``spark.sql.shuffle.partitions`` break it.
-    - **A replay after the window** publishes messages a second time. Restart a failed query within
-      the window, or open the broker with a longer one.
-
+    Spark replays a micro-batch after a crash. Its messages are published once if the replay comes
+    within the broker's dedup window, and if they have a column ``dedup_id``, or the replay puts
+    the same rows into the same partitions, as deterministic queries over sources that replay do.
     A message is never lost either way: Spark goes on only when all of a micro-batch is published.
     """
 
