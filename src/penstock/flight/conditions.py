@@ -117,33 +117,31 @@ def _all(parts: Sequence[Condition]) -> Condition:
             spans[name] = Span(max(low, known.low), min(high, known.high))
         for name, values in part.texts.items():
             texts[name] = texts.get(name, values) & values
-    return Condition(_columns(parts), _joined(pc.and_kleene, parts), spans, texts)
+    return _joined(pc.and_kleene, parts, spans, texts)
 
 
 def _any(parts: Sequence[Condition]) -> Condition:
     # A column is bounded only if each of the parts bounds it.
-    spans = {
-        name: Span(
-            min(part.spans[name].low for part in parts),
-            max(part.spans[name].high for part in parts),
-        )
-        for name in parts[0].spans
-        if all(name in part.spans for part in parts)
-    }
+    spans: dict[str, Span] = {}
+    for name in set.intersection(*(set(part.spans) for part in parts)):
+        lows, highs = zip(*(part.spans[name] for part in parts), strict=True)
+        spans[name] = Span(min(lows), max(highs))
     texts = {
         name: frozenset[str]().union(*(part.texts[name] for part in parts))
-        for name in parts[0].texts
-        if all(name in part.texts for part in parts)
+        for name in set.intersection(*(set(part.texts) for part in parts))
     }
-    return Condition(_columns(parts), _joined(pc.or_kleene, parts), spans, texts)
+    return _joined(pc.or_kleene, parts, spans, texts)
 
 
-def _columns(parts: Sequence[Condition]) -> frozenset[str]:
-    return frozenset[str]().union(*(part.columns for part in parts))
-
-
-def _joined(join: Callable[[pa.Array, pa.Array], pa.Array], parts: Sequence[Condition]) -> Test:
-    return lambda batch: reduce(join, (part.test(batch) for part in parts))
+def _joined(
+    join: Callable[[pa.Array, pa.Array], pa.Array],
+    parts: Sequence[Condition],
+    spans: Mapping[str, Span],
+    texts: Mapping[str, frozenset[str]],
+) -> Condition:
+    columns = frozenset[str]().union(*(part.columns for part in parts))
+    test: Test = lambda batch: reduce(join, (part.test(batch) for part in parts))  # noqa: E731
+    return Condition(columns, test, spans, texts)
 
 
 def _compare(field: pa.Field, op: str, values: Sequence[Any]) -> Condition:

@@ -9,6 +9,7 @@ from which :func:`revive` makes the exception again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -334,6 +335,7 @@ class _Collect(_Command):
     dry_run: bool = True
 
 
+@dataclass(eq=False)
 class Action(Generic[P, T]):
     """An action: on the server, how to treat it; on a client, the method that calls it.
 
@@ -342,28 +344,17 @@ class Action(Generic[P, T]):
     that gets no answer calls ``again`` if that does no harm.
     """
 
-    def __init__(
-        self,
-        options: Callable[P, Any],
-        answer: type[T],
-        text: str,
-        limit: str = "MAX_BULK_CALL_MS",
-        *,
-        reads: bool = False,
-        field: str | None = None,
-        again: bool = True,
-    ) -> None:
-        self.name = ""
-        self.options = options
-        self.answer = answer
-        self.__doc__ = self.text = text
-        self.limit = limit
-        self.reads = reads
-        self.field = field
-        self.again = again
+    options: Callable[P, Any]
+    answer: type[T]
+    text: str
+    limit: str = "MAX_BULK_CALL_MS"
+    reads: bool = False
+    field: str | None = None
+    again: bool = True
+    name: str = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+        self.name, self.__doc__ = name, self.text
 
     @overload
     def __get__(self, client: None, owner: type) -> Self: ...

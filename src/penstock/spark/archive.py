@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -120,13 +120,6 @@ def _dealt(weighed: Sequence[tuple[int, T]], count: int) -> list[list[T]]:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_archived(
-    options: Options, columns: Sequence[str], partition: ArchivedPartition
-) -> Iterator[pa.RecordBatch]:
-    """Read planned files; batches have at least the columns."""
-    return _rows(options, columns, partition.archive, partition.files)
-
-
 def read_present(
     options: Options, columns: Sequence[str], partition: PresentPartition, ticket: Ticket
 ) -> Iterator[pa.RecordBatch]:
@@ -161,15 +154,21 @@ def read_present(
     names = _needed(options, columns)
     live: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
     for batch in _live(client, options, own, names, ticket):
-        fresh = batch if then is None else batch.filter(_beyond(batch, own, mark))
+        fresh = batch
+        if then is not None:
+            by_queue = lambda queue: mark(queue, own[queue])  # noqa: E731
+            fresh = batch.filter(_after_marks(batch, batch.column("queue"), by_queue))
         for queue in new.keys() & set(pc.unique(fresh.column("queue")).to_pylist()):
             rows = fresh.filter(pc.equal(fresh.column("queue"), queue))
             live[queue].append(_coded(options.table, rows))
         yield fresh
     for queue, files in new.items():
         rows_live = _Known(live.pop(queue, []))
-        for batch in _rows(options, (*names, CREATED), archive, files, partition.until_ms):
-            fresh = batch if then is None else batch.filter(_later(batch, queue, mark))
+        for batch in read_files(options, (*names, CREATED), archive, files, partition.until_ms):
+            fresh = batch
+            if then is not None:
+                made_at = pc.divide(batch.column(CREATED).cast(pa.int64()), 1000)
+                fresh = batch.filter(_after_marks(batch, made_at, partial(mark, queue)))
             yield fresh.filter(rows_live.absent(*_coded(options.table, fresh)))
 
 
@@ -204,22 +203,11 @@ def _queues(
     return {row["name"]: row["created_at_ms"] for row in rows}
 
 
-def _beyond(
-    batch: pa.RecordBatch, made_at: Mapping[str, int], mark: Callable[[str, int], int]
-) -> pa.Array:
-    """Tell which live rows came after the planned version of the table."""
-    queues = batch.column("queue").dictionary_encode()
-    ends = [mark(name, made_at[name]) for name in queues.dictionary.to_pylist()]
-    return pc.greater_equal(
-        batch.column("sequence"), pa.array(ends, pa.int64()).take(queues.indices)
-    )
-
-
-def _later(batch: pa.RecordBatch, queue: str, mark: Callable[[str, int], int]) -> pa.Array:
-    """Tell which archived rows of a queue came after the planned version of the table."""
-    made = pc.divide(batch.column(CREATED).cast(pa.int64()), 1000).dictionary_encode()
-    ends = pa.array([mark(queue, each) for each in made.dictionary.to_pylist()], pa.int64())
-    return pc.greater_equal(batch.column("sequence"), ends.take(made.indices))
+def _after_marks(batch: pa.RecordBatch, keys: pa.Array, mark: Callable[[Any], int]) -> pa.Array:
+    """Tell which rows came after the planned version of the table, by the mark of each key."""
+    coded = keys.dictionary_encode()
+    ends = pa.array([mark(key) for key in coded.dictionary.to_pylist()], pa.int64())
+    return pc.greater_equal(batch.column("sequence"), ends.take(coded.indices))
 
 
 def _needed(options: Options, columns: Sequence[str]) -> tuple[str, ...]:
@@ -267,7 +255,7 @@ class _Known:
         return pa.array(missing)
 
 
-def _rows(
+def read_files(
     options: Options,
     columns: Iterable[str],
     archive: Archive,

@@ -22,7 +22,7 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -56,6 +56,7 @@ _OPEN_FILES: Final = 8
 _GROUP_BYTES: Final = 16 << 20
 _FILE_BYTES: Final = 1 << 30
 _BATCH_ROWS: Final = 16_384
+_Rows = TypeVar("_Rows", pa.RecordBatch, pa.Table)
 
 
 class Mark(NamedTuple):
@@ -404,7 +405,8 @@ def write_rows(
                 # The one that was used last is the last.
                 file = files.pop((queue, day), None)
                 file = files[queue, day] = file or _OpenFile(archive, place, table, queue, day)
-                file.add(_shaped(rows, file.schema, created_at_ms[queue]))
+                made_at = pa.scalar(created_at_ms[queue] * 1000).cast(TIME)
+                file.add(shaped(rows, file.schema, **{CREATED: made_at}))
                 if len(files) > _OPEN_FILES or file.bytes >= _FILE_BYTES:
                     full = file.bytes >= _FILE_BYTES
                     yield files.pop((queue, day) if full else next(iter(files))).close()
@@ -429,18 +431,22 @@ def _by_partition(batch: pa.RecordBatch, ended: str) -> Iterator[tuple[str, date
             yield part.column("queue")[0].as_py(), part.column("date")[0].as_py(), part
 
 
-def _shaped(batch: pa.RecordBatch, schema: pa.Schema, created_at_ms: int) -> pa.RecordBatch:
-    """Give rows the columns of a file: null where they have none."""
-    created = pa.scalar(created_at_ms * 1000, pa.int64()).cast(TIME)
-    columns = [
-        pa.repeat(created, batch.num_rows)
-        if field.name == CREATED
-        else batch.column(field.name).cast(field.type)
-        if field.name in batch.schema.names
-        else pa.nulls(batch.num_rows, field.type)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+def shaped(rows: _Rows, schema: pa.Schema, **fixed: Any) -> _Rows:
+    """Give rows the columns of a schema: fixed values, or null or 0 where they have none."""
+    columns = []
+    for field in schema:
+        if field.name in fixed:
+            column = pa.repeat(pa.scalar(fixed[field.name], field.type), rows.num_rows)
+        elif field.name in rows.schema.names:
+            column = rows.column(field.name).cast(field.type)
+            if column.null_count and not field.nullable:
+                column = column.fill_null(0)
+        elif field.nullable:
+            column = pa.nulls(rows.num_rows, field.type)
+        else:
+            column = pa.repeat(pa.scalar(0, field.type), rows.num_rows)
+        columns.append(column)
+    return rows.from_arrays(columns, schema=schema)
 
 
 # --- reading, in tasks ----------------------------------------------------------------------------
@@ -469,26 +475,9 @@ def read_rows(
             # Without a column there would be no rows to count.
             for batch in read.iter_batches(_BATCH_ROWS, columns=present or ["message_id"]):
                 count += batch.num_rows
-                yield _read(batch, wanted, file.queue)
+                yield shaped(batch, wanted, queue=file.queue)
         if count != file.rows:
             raise StorageFailed(f"{file.path} has {count} rows where Delta's log says {file.rows}")
-
-
-def _read(batch: pa.RecordBatch, wanted: pa.Schema, queue: str) -> pa.RecordBatch:
-    made = []
-    for field in wanted:
-        if field.name == "queue":
-            column = pa.repeat(pa.scalar(queue, pa.string()), batch.num_rows)
-        elif field.name in batch.schema.names:
-            column = batch.column(field.name).cast(field.type)
-            if column.null_count and not field.nullable:
-                column = column.fill_null(0)
-        elif field.nullable:
-            column = pa.nulls(batch.num_rows, field.type)
-        else:
-            column = pa.repeat(pa.scalar(0, field.type), batch.num_rows)
-        made.append(column)
-    return pa.RecordBatch.from_arrays(made, schema=wanted)
 
 
 # --- upkeep ---------------------------------------------------------------------------------------

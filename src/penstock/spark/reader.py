@@ -197,7 +197,9 @@ class TableReader(DataSourceReader):
         elif isinstance(partition, LogPartition):
             batches = read_stretch(self._options, self._shape, partition)
         elif isinstance(partition, archive.ArchivedPartition):
-            batches = archive.read_archived(self._options, self._shape.names, partition)
+            batches = archive.read_files(
+                self._options, self._shape.names, partition.archive, partition.files
+            )
         else:
             assert isinstance(partition, archive.PresentPartition)
             ticket = _of_action(partition.ticket)

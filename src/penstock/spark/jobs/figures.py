@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.flight.tables import make_schema
+from penstock.spark.delta import shaped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +73,9 @@ def figures(
         "second": _counted(over, ["second"]),
         "reason": _reasons(attempts),
     }
-    return pa.concat_tables(_shaped(part, queue=queue, kind=kind) for kind, part in parts.items())
+    return pa.concat_tables(
+        shaped(part, FIGURES, queue=queue, kind=kind) for kind, part in parts.items()
+    )
 
 
 def figures_of_rows(rows: pa.Table) -> pa.Table:
@@ -151,16 +154,3 @@ def _reasons(attempts: pa.Table) -> pa.Table:
     wanted: list[Any] = [("message_id", "count"), ("message_id", "count_distinct")]
     made = attempts.filter(failing).group_by(keys, use_threads=False).aggregate(wanted)
     return made.rename_columns(["state", "reason", "attempts", "messages"])
-
-
-def _shaped(part: pa.Table, **fixed: Any) -> pa.Table:
-    """Give a part all columns of the figures; those that it does not have are null."""
-    columns = []
-    for field in FIGURES:
-        if field.name in fixed:
-            columns.append(pa.repeat(fixed[field.name], part.num_rows).cast(field.type))
-        elif field.name in part.column_names:
-            columns.append(part.column(field.name).cast(field.type))
-        else:
-            columns.append(pa.nulls(part.num_rows, field.type))
-    return pa.table(columns, schema=FIGURES)
