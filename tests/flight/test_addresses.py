@@ -17,8 +17,8 @@ from penstock.flight.client import FlightStore
 from penstock.flight.listener import in_process_server
 from penstock.flight.location import locate
 from penstock.server import running
-from penstock.spark.options import read_options
 from penstock.spark.sessions import place_of
+from penstock.spark.source import read_options
 
 if TYPE_CHECKING:
     from pathlib import Path

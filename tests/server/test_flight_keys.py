@@ -23,7 +23,7 @@ from penstock.flight.protocol import (
 )
 from penstock.server import running
 from penstock.server.keys import add_key
-from penstock.spark.options import read_options, write_options
+from penstock.spark.source import read_options, write_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

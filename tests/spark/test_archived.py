@@ -19,9 +19,9 @@ from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMis
 from penstock.spark.archive import _Known
 from penstock.spark.delta import Archive
 from penstock.spark.jobs import archive, optimize
-from penstock.spark.options import read_options
 from penstock.spark.reader import TableReader, spark_schema
 from penstock.spark.sessions import snapshot
+from penstock.spark.source import read_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -13,8 +13,8 @@ from pyspark.errors import AnalysisException
 import penstock
 import penstock.spark
 from penstock.clock import ManualClock
-from penstock.spark.options import read_options
 from penstock.spark.reader import LogPartition, TableReader, spark_schema
+from penstock.spark.source import read_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable

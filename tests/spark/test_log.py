@@ -13,7 +13,7 @@ from pyspark.errors import AnalysisException, StreamingQueryException
 
 from penstock import ManualClock
 from penstock.spark import Progress, progress, snapshot
-from penstock.spark.offsets import LEAST_PIECE
+from penstock.spark.log import LEAST_PIECE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from penstock.filters import Row, parse
 from penstock.flight.protocol import MATCHES
 from penstock.flight.tables import schema_of
-from penstock.spark import matching
-from penstock.spark.matching import compiled, match_batch, matcher_of
+from penstock.spark import log as matching
+from penstock.spark.log import compiled, match_batch, matcher_of
 from penstock.store.codec.metadata import Metadata, encode_metadata
 
 FILTERS = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock import ManualClock
 from penstock.errors import InvalidInput, StoreMismatch
 from penstock.model import LogStats
-from penstock.spark.offsets import (
+from penstock.spark.log import (
     Stretch,
     between,
     check_kept,
@@ -23,7 +23,7 @@ from penstock.spark.offsets import (
     logs_of,
     resolve,
 )
-from penstock.spark.options import read_options
+from penstock.spark.source import read_options
 from penstock.spark.stream import TriggerDelay
 
 STATS = LogStats(

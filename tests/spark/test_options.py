@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from penstock.errors import InvalidInput
-from penstock.spark.options import Options, read_options, write_options
+from penstock.spark.source import Options, read_options, write_options
 
 PLACE = {"location": "grpc://127.0.0.1:1"}
 

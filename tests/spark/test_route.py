@@ -26,7 +26,7 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.flight.client import FlightStore
 from penstock.flight.writes import Stages
-from penstock.spark.offsets import LEAST_PIECE, Stretch
+from penstock.spark.log import LEAST_PIECE, Stretch
 from penstock.spark.route import (
     AVAILABLE_NOW,
     MOST_PIECES,

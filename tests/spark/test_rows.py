@@ -13,7 +13,7 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType
 
 from penstock.errors import InvalidInput, InvalidMessage
 from penstock.flight.client import FlightStore
-from penstock.spark.options import Options
+from penstock.spark.source import Options
 from penstock.spark.writer import BatchPublisher, Rows, shown_row
 
 if TYPE_CHECKING:

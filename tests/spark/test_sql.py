@@ -17,8 +17,8 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 import penstock
 from penstock import ManualClock
 from penstock.spark.jobs import archive
-from penstock.spark.options import TABLES
 from penstock.spark.route import AVAILABLE_NOW, route, status
+from penstock.spark.source import TABLES
 from penstock.store.sql.session import EACH_MS
 from penstock.testing.checking import assert_clean
 

@@ -14,7 +14,7 @@ from pyspark.errors import AnalysisException
 import penstock
 import penstock.spark
 from penstock.flight.tables import WITH_PAYLOAD
-from penstock.spark.options import TABLES
+from penstock.spark.source import TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,9 +17,9 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from penstock.errors import InvalidInput
 from penstock.spark import route
-from penstock.spark.options import read_options, write_options
 from penstock.spark.reader import ROUTING
 from penstock.spark.route import AssignmentWriter, RouteStreamReader, status, take_over
+from penstock.spark.source import read_options, write_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -123,23 +123,18 @@ class LogBroker(StoreReader):
         return total
 
     def _bounds(self, from_: int | datetime | str, to: int | datetime | None) -> tuple[int, int]:
-        """Return the offsets to begin and to end at."""
+        begin = 0 if from_ == "earliest" else self.offset_at(from_, "from_")
+        return begin, limits.MAX_OFFSET if to is None else self.offset_at(to, "to")
 
-        def offset(place: int | datetime | str, name: str) -> int:
-            if isinstance(place, datetime):
-                return self.offset_at(int(place.timestamp() * 1000))
-            if isinstance(place, str):
-                allowed = "an offset, a datetime or 'earliest'"
-                raise InvalidInput(f"{name} is {allowed}, not {place!r:.100}")
-            return check_count(place, name, 0, limits.MAX_OFFSET)
-
-        begin = 0 if from_ == "earliest" else offset(from_, "from_")
-        return begin, limits.MAX_OFFSET if to is None else offset(to, "to")
-
-    def offset_at(self, time_ms: int) -> int:
-        """Return an offset at or before the first message that was published then or later."""
-        check_count(time_ms, "time_ms", 0, limits.MAX_OFFSET)
-        return self._look(lambda _: self._store.offset_at(time_ms))
+    def offset_at(self, place: int | datetime | str, name: str = "place") -> int:
+        """Return the offset of a place: itself, or one not after the first message of a time."""
+        if isinstance(place, datetime):
+            time_ms = round(place.timestamp() * 1000)
+            return self._look(lambda _: self._store.offset_at(time_ms))
+        if isinstance(place, str):
+            allowed = "an offset, a datetime or 'earliest'"
+            raise InvalidInput(f"{name} is {allowed}, not {place!r:.100}")
+        return check_count(place, name, 0, limits.MAX_OFFSET)
 
     def configure_log(
         self,

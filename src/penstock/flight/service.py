@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
@@ -369,6 +370,10 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         check_optional(options.since_ms, "since_ms", 0, limits.MAX_OFFSET)
         with self._broker.view() as pinned:
             return history_ends(pinned, queues, options.since_ms)
+
+    def _offset_at(self, options: Any, _: Principal) -> int:
+        check_count(options.time_ms, "time_ms", 0, limits.MAX_DURATION_MS)
+        return self._broker.offset_at(datetime.fromtimestamp(options.time_ms / 1000, UTC))
 
     def _filters(self, options: Any, _: Principal) -> LiveFilters:
         return self._broker.filters_at(options.offset)

@@ -34,13 +34,13 @@ from penstock.filters import parse
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import ReadCommand
 from penstock.spark.delta import CREATED, ENDED, Archive, ArchiveFile, Mark, read_rows
-from penstock.spark.matching import COLUMNS, rows_of
+from penstock.spark.log import COLUMNS, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.flight.protocol import ActionTicket, SnapshotTicket
-    from penstock.spark.options import Options
+    from penstock.spark.source import Options
 
     Ticket: TypeAlias = ActionTicket | SnapshotTicket
 

@@ -22,7 +22,7 @@ from penstock.flight.conditions import Span, parse_condition
 from penstock.flight.protocol import ActionTicket, ReadCommand, SnapshotTicket
 from penstock.flight.tables import TABLES, make_schema, schema_of
 from penstock.spark import archive
-from penstock.spark.offsets import Stretch, between, check_kept, cut, offsets_at, resolve
+from penstock.spark.log import Stretch, between, check_kept, cut, offsets_at, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from penstock.model import LogStats
-    from penstock.spark.options import Options
+    from penstock.spark.source import Options
 
 
 ROUTING: Final = {

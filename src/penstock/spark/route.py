@@ -46,14 +46,19 @@ from penstock.flight.client import FlightStore, route_status
 from penstock.flight.location import locate
 from penstock.flight.protocol import MATCHES
 from penstock.model import AssignStatus
-from penstock.spark.matching import (
+from penstock.spark.log import (
     COLUMNS,
     PACKED_COLUMNS,
+    Offset,
+    Stretch,
+    check_store,
+    cut,
     freeze_imports,
+    logs_of,
     match_batch,
     matcher_of,
+    offset_of,
 )
-from penstock.spark.offsets import Offset, Stretch, check_store, cut, logs_of, offset_of
 from penstock.spark.reader import ROUTING, LogPartition, check_columns
 from penstock.spark.sessions import (
     is_connect,
@@ -75,7 +80,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from penstock.model import LiveFilters
-    from penstock.spark.options import Options
+    from penstock.spark.source import Options
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError, QueueNotFound
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import HistoryEnds, HistoryStretch, HistoryTicket
-from penstock.spark.offsets import (
+from penstock.spark.log import (
     EARLIEST,
     LATEST,
     LEAST_PIECE,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from penstock.flight.protocol import QueueHistory
     from penstock.model import LogStats
-    from penstock.spark.options import Options
+    from penstock.spark.source import Options
 
 IDLE_MS: Final = 100
 """How long a change feed that found nothing waits before it lets Spark ask again."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql.types import StructType
 
-    from penstock.spark.options import Options
+    from penstock.spark.source import Options
 
     # Is told the rows of a batch that can't be messages, by their numbers, with the reasons.
     BadRows = Callable[[pa.RecordBatch, Mapping[int, str]], None]

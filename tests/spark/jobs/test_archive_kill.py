@@ -15,8 +15,8 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from penstock.spark.delta import Archive
 from penstock.spark.jobs import archive
-from penstock.spark.options import read_options
 from penstock.spark.reader import TableReader, spark_schema
+from penstock.spark.source import read_options
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:

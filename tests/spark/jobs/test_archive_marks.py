@@ -17,8 +17,8 @@ from penstock.flight.protocol import HistoryStretch, HistoryTicket
 from penstock.spark import delta
 from penstock.spark.delta import TABLES, Archive, Mark, write_rows
 from penstock.spark.jobs import archive, follow
-from penstock.spark.options import read_options
 from penstock.spark.reader import TableReader, spark_schema
+from penstock.spark.source import read_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable

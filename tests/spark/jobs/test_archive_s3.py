@@ -15,8 +15,8 @@ from tests.objectstore.conftest import PREFIXES, bucket, seaweed
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.spark.delta import Archive
 from penstock.spark.jobs import archive
-from penstock.spark.options import read_options
 from penstock.spark.sessions import read
+from penstock.spark.source import read_options
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -20,8 +20,8 @@ from penstock.cli.main import cli
 from penstock.errors import InvalidInput, InvalidMessage, QueueNotFound
 from penstock.flight.client import FlightStore
 from penstock.spark.jobs import backfill, collect, publish, redrive, report, save_report
-from penstock.spark.options import Options
 from penstock.spark.sessions import pinned, read, revived, translated
+from penstock.spark.source import Options
 from penstock.spark.writer import BatchPublisher
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from penstock.errors import InvalidInput, StorageFailed
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import ARCHIVED, OFFSETS
 from penstock.spark.delta import Archive, ArchiveTable
-from penstock.spark.matching import COLUMNS, match_batch, matcher_of
+from penstock.spark.log import COLUMNS, match_batch, matcher_of
 from penstock.spark.sessions import parallelism, pinned, read, translated
 
 if TYPE_CHECKING:

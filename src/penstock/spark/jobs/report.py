@@ -24,8 +24,8 @@ from penstock.flight.client import FlightStore
 from penstock.flight.protocol import ReadCommand, SnapshotTicket
 from penstock.flight.tables import TIME, make_schema, schema_of
 from penstock.spark.jobs.figures import FIGURES, SHARES, figures, figures_of_rows
-from penstock.spark.options import FEEDS
 from penstock.spark.sessions import snapshot, translated
+from penstock.spark.source import FEEDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
