@@ -13,9 +13,8 @@ from tests.server.conftest import issue
 import penstock
 from penstock.errors import InvalidUrl, ServerUnreachable
 from penstock.flight import client as flight_client
-from penstock.flight.client import FlightStore
+from penstock.flight.client import FlightStore, locate
 from penstock.flight.listener import in_process_server
-from penstock.flight.location import locate
 from penstock.server import running
 from penstock.spark.sessions import place_of
 from penstock.spark.source import read_options
@@ -33,7 +32,7 @@ def test_the_first_is_down() -> None:
         broker.create_queue("q")
         store = FlightStore(f"grpc://127.0.0.1:{nobody},127.0.0.1:{server.port}")
         # Rows without dedup ids are sent once: to a server that is there.
-        assert store.publish([ROWS], ROWS.schema).published == 2
+        assert store.publish([ROWS]).published == 2
         assert store.read_table("active", queue="q").num_rows == 2
         # Other processes begin with the server that has the snapshots.
         sent = pickle.loads(pickle.dumps(store))
@@ -51,8 +50,8 @@ def test_a_server_that_goes_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         first.close()
         # A call that may not be repeated fails once, and the next goes to the other.
         with pytest.raises(ServerUnreachable):
-            store.publish([ROWS], ROWS.schema)
-        assert store.publish([ROWS], ROWS.schema).published == 2
+            store.publish([ROWS])
+        assert store.publish([ROWS]).published == 2
         assert store.info().run != run
         second.close()
         with pytest.raises(ServerUnreachable) as caught:

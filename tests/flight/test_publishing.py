@@ -18,7 +18,7 @@ MAP = pa.map_(pa.string(), pa.string())
 
 def publish(store: FlightStore, **columns: Any) -> Published:
     table = pa.table(columns)
-    return store.publish(table.to_batches(), table.schema)
+    return store.publish(table.to_batches())
 
 
 def logged(store: FlightStore, *columns: str) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def test_a_slice_of_a_batch(store: FlightStore) -> None:
         }
     )
     part = table.slice(3, 4)
-    store.publish(part.to_batches(), part.schema)
+    store.publish(part.to_batches())
     assert [row["attributes"] for row in logged(store, "attributes")] == [
         [("n", str(n))] for n in range(3, 7)
     ]
@@ -103,13 +103,13 @@ def test_duplicates_are_counted(store: FlightStore) -> None:
 
 def test_many_batches_are_answered_each(store: FlightStore) -> None:
     batch = pa.record_batch({"payload": [b"x"] * 500})
-    answer = store.publish((batch for _ in range(30)), batch.schema)
+    answer = store.publish(batch for _ in range(30))
     assert answer.published == 15_000
     assert len(logged(store, "offset")) == 15_000
 
 
 def test_nothing_to_publish(store: FlightStore) -> None:
-    assert store.publish([], pa.schema([("payload", pa.binary())])).published == 0
+    assert store.publish([]).published == 0
     assert publish(store, payload=pa.array([], pa.binary())).published == 0
 
 
@@ -144,7 +144,7 @@ def test_a_bad_row_leaves_earlier_chunks(broker: penstock.Broker, store: FlightS
     priorities[count + 3] = 999
     bad = pa.record_batch({"payload": [b"x"] * (count + 5), "priority": priorities})
     with pytest.raises(InvalidMessage, match=rf"row {count + 13}: .*\({count + 10} rows before"):
-        store.publish([good, bad], good.schema)
+        store.publish([good, bad])
     assert broker.log_stats().end == count + 11
 
 

@@ -73,7 +73,7 @@ def publish(store: FlightStore, *ids: str) -> int:
     batch = pa.record_batch(
         {"payload": [each.encode() for each in ids], "dedup_id": list(ids)}, schema=PAYLOADS
     )
-    return store.publish([batch], PAYLOADS).published
+    return store.publish([batch]).published
 
 
 # --- a process ----------------------------------------------------------------------------------
@@ -238,8 +238,6 @@ def test_a_server_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_travels_by_pickle(broker: penstock.Broker, store: FlightStore) -> None:
     store.info()
     copy = pickle.loads(pickle.dumps(store))
-    assert copy == store
-    assert hash(copy) == hash(store)
     assert copy.info() == store.info()
     assert repr(copy) == f"FlightStore({store.location!r})"
     assert len(pickle.dumps(store)) < 200
@@ -269,7 +267,7 @@ def test_a_client_of_another_protocol_is_refused_in_one_line(
             call()
     rows = pa.table({"payload": [b"x"]})
     with pytest.raises(InvalidInput, match=text):
-        store.publish(rows.to_batches(), rows.schema)
+        store.publish(rows.to_batches())
 
 
 def test_locations_are_checked() -> None:

@@ -271,7 +271,7 @@ class Load:
             self.sent += 1
             row = pa.record_batch({"payload": [b"%d" % self.sent], "queue": ["q"]}, schema=ROWS)
             try:
-                self._store.publish([row], ROWS)
+                self._store.publish([row])
             except Exception:
                 return
             self.answered = self.sent

@@ -53,7 +53,7 @@ def server(broker: penstock.Broker, keys: dict[str, str], tmp_path: Path) -> Ite
 
 def put(store: FlightStore, *queues: str | None) -> int:
     batch = pa.record_batch({"payload": [b"p"] * len(queues), "queue": queues}, schema=ROWS)
-    return store.publish([batch], ROWS).published
+    return store.publish([batch]).published
 
 
 def copy_of(store: FlightStore) -> None:
@@ -240,9 +240,8 @@ def test_the_token_travels_with_the_store_and_is_not_shown(
 ) -> None:
     store = FlightStore(server.location("flight"), token=keys["root"])
     copy = pickle.loads(pickle.dumps(store))
-    assert copy == store
+    assert copy.location.access == store.location.access
     assert copy.info() == store.info()
-    assert copy != FlightStore(server.location("flight"))
     secret = keys["root"].partition(":")[2]
     assert secret not in repr(store)
     assert secret not in f"{store.location} {store.location!r}"

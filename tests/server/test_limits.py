@@ -42,7 +42,7 @@ class Key:
             ["payload", "attributes"],
         )
         store = FlightStore(self.server.location("flight"), token=self.token)
-        store.publish([batch] * times, batch.schema)
+        store.publish([batch] * times)
 
     def sqs(self) -> Any:
         return boto3.client(

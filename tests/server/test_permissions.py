@@ -522,7 +522,7 @@ OF_ALL = {"log", "messages", "queues", "stats"}
 
 def put(store: FlightStore, *queues: str | None) -> None:
     batch = pa.record_batch({"payload": [b"p"] * len(queues), "queue": queues}, schema=ROWS)
-    store.publish([batch], ROWS)
+    store.publish([batch])
 
 
 def spool_and(

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 def put(store: FlightStore, count: int = 1) -> int:
     batch = pa.record_batch({"payload": [b"secret-payload"] * count, "queue": ["q"] * count},
                             schema=ROWS)  # fmt: skip
-    return store.publish([batch], ROWS).published
+    return store.publish([batch]).published
 
 
 def test_it_serves_and_ends_in_order(serve: Callable[..., Any], tmp_path: Path) -> None:

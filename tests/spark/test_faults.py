@@ -312,14 +312,14 @@ def test_no_call_waits_for_a_silent_server_for_ever(
         "schema": lambda: store.schema("log"),
         "read": lambda: list(store.read_log(0, 1, 21, columns=("offset",))),
         "stage": lambda: store.stage("s", [], log=0, begin=1, end=2),
-        "publish": lambda: store.publish([row], row.schema, again=True),
+        "publish": lambda: store.publish([row], again=True),
     }
     # A new connection is as good as ever: who may ask again gets an answer.
     for call in calls.values():
         store.info()
         proxy.silence()
         call()
-    assert store.publish([row], row.schema, again=True) == Published(1, 1)
+    assert store.publish([row], again=True) == Published(1, 1)
     store.info()
     # And where every connection is silent, each of them says so, and where.
     monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 600)
@@ -330,7 +330,7 @@ def test_no_call_waits_for_a_silent_server_for_ever(
             call()
         assert clock.now_ms() - started_ms < 120_000, name
     with pytest.raises(ServerUnreachable):
-        store.publish([row], row.schema)
+        store.publish([row])
 
 
 def test_a_read_that_falls_silent_half_way(

@@ -458,7 +458,7 @@ class Served:
             ],
             names=["payload", "attributes_json", "dedup_id"],
         )
-        FlightStore(f"grpc://127.0.0.1:{self.port}").publish([rows], rows.schema, again=True)
+        FlightStore(f"grpc://127.0.0.1:{self.port}").publish([rows], again=True)
 
 
 @pytest.mark.slow

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyspark
 
 import penstock
-from penstock.flight.client import FlightStore
-from penstock.flight.location import locate
+from penstock.flight.client import FlightStore, locate
 from penstock.server import running
 from penstock.server.keys import add_key
 from penstock.spark import pipeline, session
@@ -155,7 +154,6 @@ def test_the_token_goes_along(
     assert reader.option("token", token).load().count() == 20
     FlightStore(location, token=token).publish(
         [pa.record_batch({"payload": [b"p"], "attributes_json": ['{"n": 1}']})],
-        pa.schema([("payload", pa.binary()), ("attributes_json", pa.string())]),
     )
     started = pipeline(spark, location, token=token).transform(lambda log: log)
     query = started.start(checkpoint=tmp_path / "b", trigger=AVAILABLE_NOW)

@@ -32,7 +32,7 @@ def _check_flight(_: click.Context, __: click.Parameter, location: str) -> str:
             f"{location} is the native port, and Spark reads over Arrow Flight: name that address "
             "of the server, such as grpc://127.0.0.1:8815"
         )
-    from penstock.flight.location import locate  # noqa: PLC0415 - needs an extra
+    from penstock.flight.client import locate  # noqa: PLC0415 - needs an extra
 
     # It has the access with it, wherever it goes.
     ca, certificate, key = given_files()

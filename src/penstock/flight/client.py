@@ -1,4 +1,4 @@
-"""A client of the Flight protocol: every command and action as a typed method.
+"""A client of the Flight protocol: every command and action as a typed method, and its addresses.
 
 :class:`FlightStore` holds only a :class:`Location`, so that it can be pickled and sent to
 executors; the connection is made when it is first used, one per process. Needs pyarrow.
@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
 
 import msgspec
 import pyarrow as pa
 import pyarrow.flight as fl
 
 from penstock import limits
+from penstock.addresses import (
+    Address,
+    TlsFiles,
+    closed_after_handshake,
+    environment_files,
+    load_pair,
+    parse_servers,
+    read_pem,
+    tls_failure,
+)
 from penstock.clock import SystemClock
 from penstock.errors import ServerUnreachable
 from penstock.flight import protocol
-from penstock.flight.location import TURN_SECONDS, locate, tls_trouble, turns
 from penstock.flight.protocol import MATCHES, OFFSETS, Actions, Published, SnapshotFacts
 from penstock.store.filling import Filled
 from penstock.store.transfer import CopyPage, CopyStart
@@ -30,8 +41,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from penstock.addresses import Address
-
+TOKEN_VARIABLE: Final = "PENSTOCK_TOKEN"  # noqa: S105 - a name
+DEFAULT_PORT: Final = 8815
+# How long one of several servers has to accept a connection.
+TURN_SECONDS: Final = 3.0
+_SCHEMES: Final = ("grpc", "grpc+tcp", "grpc+tls")
+# Which of several addresses this process uses, by location.
+turns: Final[dict[str, int]] = {}
 _T = TypeVar("_T")
 # Waits between the tries of a call that may be repeated, while no server answers.
 BACKOFF_MS: Final = (100, 200, 400, 800, 1_600, 3_200, 3_200)
@@ -42,6 +58,97 @@ _clock: Final = SystemClock()
 _waiting: Final = threading.Condition()
 _clients: Final[dict[tuple[Any, ...], fl.FlightClient]] = {}
 _clients_lock: Final = threading.Lock()
+
+
+class Location(str):
+    """Addresses with their access: a token, and PEM of TLS roots, certificate and key.
+
+    Its text is the addresses alone. A process that is sent one needs no settings of its own, and
+    begins with the address that the sender used last: that server has its snapshots.
+    """
+
+    __slots__ = ("access",)
+    access: tuple[str, str, str, str]
+
+    def __new__(cls, address: str, access: tuple[str, str, str, str]) -> Self:
+        """Put them together."""
+        made = super().__new__(cls, address)
+        made.access = access
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        addresses = self.addresses
+        at = turns.get(self, 0) % len(addresses)
+        scheme = self.partition("://")[0]
+        hosts = ",".join(map(str, addresses[at:] + addresses[:at]))
+        return Location, (f"{scheme}://{hosts}", self.access)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """The addresses, in the order of the URL."""
+        return parse_servers(str(self), _SCHEMES, DEFAULT_PORT).addresses
+
+
+def locate(
+    location: str,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+) -> Location:
+    """Check a URL and add the access; ``ca``, ``certificate`` and ``key`` are files, or PEM.
+
+    The URL may have the access, too (:mod:`penstock.addresses`). PENSTOCK_TOKEN, PENSTOCK_CA,
+    PENSTOCK_CERT and PENSTOCK_KEY stand in for what is missing. A :class:`Location` keeps the
+    access that it has: the environment of a process that it was sent to does not count.
+    """
+    files = TlsFiles(*(str(each or "") for each in (ca, certificate, key)))
+    if isinstance(location, Location):
+        has, text = location.access, str(location)
+    else:
+        named = parse_servers(location, _SCHEMES, DEFAULT_PORT)
+        text = f"{named.scheme}://{','.join(map(str, named.addresses))}"
+        has = named.token or os.environ.get(TOKEN_VARIABLE, ""), "", "", ""
+        if named.scheme == _SCHEMES[-1]:
+            files = files.otherwise(named.files).otherwise(environment_files())
+    files.check()
+    roots, chain, private = (read_pem(each) if each else "" for each in files)
+    if chain and not private:
+        private = chain
+    return Location(text, (token or has[0], roots or has[1], chain or has[2], private or has[3]))
+
+
+def tls_trouble(location: Location, address: Address) -> tuple[str, bool]:
+    """Return what is wrong with TLS between client and server, and whether that is certain.
+
+    An empty text: a handshake shows nothing. gRPC tells it in many words, or not at all.
+    """
+    _, ca, certificate, key = location.access
+    secure = location.startswith(f"{_SCHEMES[-1]}:")
+    context = TlsFiles(ca).context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if not secure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    elif certificate:
+        # Python reads a pair from files only.
+        with NamedTemporaryFile("w", prefix="penstock-") as file:
+            file.write(f"{certificate}\n{key}")
+            file.flush()
+            load_pair(context, file.name, file.name)
+    try:
+        with (
+            socket.create_connection(address, TURN_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=address.host) as wrapped,
+        ):
+            if not secure:
+                return f"{address} speaks TLS: connect to {_SCHEMES[-1]}://{address}", True
+            # With TLS 1.3 a server refuses a certificate when the handshake is over for the client.
+            ended = not wrapped.recv(1)
+    except ssl.SSLError as error:
+        return (tls_failure(str(address), error, _SCHEMES[0]), True) if secure else ("", False)
+    except OSError:
+        return "", False
+    return (closed_after_handshake(str(address)) if ended else ""), False
 
 
 class ReadPlan(NamedTuple):
@@ -67,12 +174,6 @@ class FlightStore(Actions):
 
     def __repr__(self) -> str:
         return f"FlightStore({str(self.location)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FlightStore) and self._identity() == other._identity()
-
-    def __hash__(self) -> int:
-        return hash(self.location)
 
     def _identity(self) -> tuple[Any, ...]:
         return str(self.location), self.location.access
@@ -165,9 +266,7 @@ class FlightStore(Actions):
 
     # --- writing -------------------------------------------------------------------------
 
-    def publish(
-        self, batches: Iterable[pa.RecordBatch], schema: pa.Schema, *, again: bool = False
-    ) -> Published:
+    def publish(self, batches: Iterable[pa.RecordBatch], *, again: bool = False) -> Published:
         """Publish rows; without dedup ids a call that failed may have published some of them.
 
         With dedup ids in all rows ``again`` may be set: then rows whose answer got lost are sent
@@ -176,9 +275,8 @@ class FlightStore(Actions):
         published = duplicates = 0
         for batch in _portions(batches):
             command = protocol.PublishCommand(before=published)
-            one = msgspec.json.decode(
-                self._put(command, [batch], schema, again=again), type=Published
-            )
+            said = self._put(command, [batch], batch.schema, again=again)
+            one = msgspec.json.decode(said, type=Published)
             published, duplicates = published + one.published, duplicates + one.duplicates
         return Published(published, duplicates)
 
@@ -281,14 +379,14 @@ class FlightStore(Actions):
             if troubles[address]:
                 failures[address] = ServerUnreachable(troubles[address])
             if (sent and not again) or hopeless == len(addresses):
-                raise self._unreachable(failures)
+                raise ServerUnreachable("; ".join(map(str, failures.values())))
             if tries % len(addresses):
                 continue
             # A connection that has gone silent deserves one new one, whatever it has cost.
             late = _clock.now_ms() - started_ms > limits.MAX_UNREACHABLE_MS
             wait_ms = next(waits, None)
             if wait_ms is None or (late and tries > len(addresses)):
-                raise self._unreachable(failures)
+                raise ServerUnreachable("; ".join(map(str, failures.values())))
             with _waiting:
                 _clock.wait(_waiting, int(wait_ms * (0.75 + _clock.random() / 2)))
 
@@ -300,10 +398,6 @@ class FlightStore(Actions):
         with _clients_lock:
             _clients.pop((os.getpid(), *self._identity(), address), None)
             turns[self.location] = self.location.addresses.index(address) + 1
-
-    def _unreachable(self, failures: dict[Address, ServerUnreachable]) -> ServerUnreachable:
-        """Say of every address that was tried why there is no answer."""
-        return ServerUnreachable("; ".join(map(str, failures.values())))
 
     def _connected(self, address: Address) -> fl.FlightClient:
         """Return this process's connection to a server."""

@@ -42,8 +42,7 @@ from pyspark.sql.datasource import (
 from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
-from penstock.flight.client import FlightStore, route_status
-from penstock.flight.location import locate
+from penstock.flight.client import FlightStore, locate, route_status
 from penstock.flight.protocol import MATCHES
 from penstock.model import AssignStatus
 from penstock.spark.log import (

@@ -27,8 +27,7 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock import limits
 from penstock.errors import InvalidInput, PenstockError
-from penstock.flight.client import FlightStore
-from penstock.flight.location import locate
+from penstock.flight.client import FlightStore, locate
 from penstock.flight.protocol import error_named
 from penstock.spark.delta import Archive
 

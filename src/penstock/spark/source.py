@@ -19,7 +19,7 @@ from pyspark.sql.types import StructField, StructType
 
 from penstock import limits
 from penstock.errors import InvalidInput, did_you_mean
-from penstock.flight.location import locate
+from penstock.flight.client import locate
 from penstock.flight.tables import TABLES as SCHEMAS
 from penstock.flight.tables import make_schema
 from penstock.spark.reader import TableReader, spark_schema

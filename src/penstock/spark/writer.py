@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
-from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -300,14 +299,9 @@ class Rows:
         bad_rows: BadRows,
     ) -> TaskCounts:
         """Publish the good rows of a task; ``bad_rows`` is told the others, with reasons."""
-        made = self.messages(batches, bad_rows)
-        first = next(made, None)
-        published = duplicates = 0
-        if first is not None:
-            # Every row has a dedup id by now, so lost rows may be sent again.
-            said = client.publish(chain([first], made), first.schema, again=True)
-            published, duplicates = said.published, said.duplicates
-        return TaskCounts(published, duplicates, self._left_out, tuple(self._examples))
+        # Every row has a dedup id by now, so lost rows may be sent again.
+        said = client.publish(self.messages(batches, bad_rows), again=True)
+        return TaskCounts(said.published, said.duplicates, self._left_out, tuple(self._examples))
 
     def messages(
         self,

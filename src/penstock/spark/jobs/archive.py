@@ -122,8 +122,7 @@ def archive(
     for table in tables.values():
         if table is not None:
             table.check(history)
-    chosen = _choose(history, until, tables)
-    job = _Job(spark, client, place, tables, chosen)
+    job = _Job(spark, client, place, tables, *_choose(history, until, tables))
     tell("chosen")
     files: dict[str, list[ArchiveFile]] = {}
     with translated():
@@ -135,7 +134,7 @@ def archive(
             files[name] = job.write(name, first_id, payload=payload)
     tell("written")
     for name, table in tables.items():
-        if table is not None and (marks := chosen.marks(name)):
+        if table is not None and (marks := job.marks(name)):
             table.commit(files[name], marks)
             tell(f"committed {name}")
     trimmed = job.trim(_firsts(history), tell) if trim else 0
@@ -183,23 +182,6 @@ def follow(
             SystemClock().wait(waiting, every_ms)
 
 
-class _Chosen(NamedTuple):
-    """The rows of a run: from where each table's marks are, to where they will be."""
-
-    begins: dict[str, dict[Mark, int]]
-    ends: dict[Mark, int]
-
-    def marks(self, table: str) -> dict[Mark, int]:
-        """Return the marks that a table moves."""
-        begins = self.begins[table]
-        return {mark: end for mark, end in self.ends.items() if begins.get(mark, end) < end}
-
-    def stretches(self, table: str) -> list[HistoryStretch]:
-        """Return the stretches of history that a table takes."""
-        begins = self.begins[table]
-        return [HistoryStretch(*mark, begins[mark], end) for mark, end in self.marks(table).items()]
-
-
 def _firsts(history: HistoryEnds) -> dict[Mark, int]:
     """Return the sequence numbers that history begins with."""
     return {
@@ -211,8 +193,11 @@ def _firsts(history: HistoryEnds) -> dict[Mark, int]:
 
 def _choose(
     history: HistoryEnds, until: HistoryEnds | None, tables: Mapping[str, ArchiveTable | None]
-) -> _Chosen:
-    """Compare the history, up to where it is too young, with the marks of the tables."""
+) -> tuple[dict[str, dict[Mark, int]], dict[Mark, int]]:
+    """Compare the history, up to where it is too young, with the marks of the tables.
+
+    Return where the marks of each table are, and where they will be.
+    """
     # Processes that share a store give numbers out in no order of time: what is old can be beyond
     # what is young, and stays, because what is trimmed is told by numbers.
     young = {} if until is None else _firsts(until)
@@ -230,15 +215,23 @@ def _choose(
         }
         for name, table in tables.items()
     }
-    return _Chosen(begins, ends)
+    return begins, ends
 
 
 class _Job(NamedTuple):
+    """A run: from where each table's marks are, to where they will be."""
+
     spark: SparkSession
     client: FlightStore
     place: Archive
     tables: Mapping[str, ArchiveTable | None]
-    chosen: _Chosen
+    begins: dict[str, dict[Mark, int]]
+    ends: dict[Mark, int]
+
+    def marks(self, table: str) -> dict[Mark, int]:
+        """Return the marks that a table moves."""
+        begins = self.begins[table]
+        return {mark: end for mark, end in self.ends.items() if begins.get(mark, end) < end}
 
     def count(self, table: str) -> int:
         """Count the rows that a table is to get."""
@@ -250,14 +243,14 @@ class _Job(NamedTuple):
 
         No message of them has an id below ``first_id``.
         """
-        if not self.chosen.marks(table):
+        if not self.marks(table):
             return []
         rows = self._stretches(table)
         read: Callable[[Batches], Batches] = partial(_read_history, self.client, table, payload)
         if table == "attempts" and (new := self._new_attempts(first_id)) is not None:
             # A join has mixed them up, and a task has few files open at a time.
             rows, read = new.sortWithinPartitions("queue", "ended_at"), iter
-        made_at = {mark.queue: mark.created_at_ms for mark in self.chosen.ends}
+        made_at = {mark.queue: mark.created_at_ms for mark in self.ends}
         write = partial(_write, self.place, table, made_at, read)
         return [
             ArchiveFile(**row.asDict()) for row in rows.mapInArrow(write, FILE_COLUMNS).collect()
@@ -266,7 +259,7 @@ class _Job(NamedTuple):
     def trim(self, firsts: Mapping[Mark, int], tell: Callable[[str], None]) -> int:
         """Remove messages from the store that the run was to take and that all tables have."""
         tables = {name: table for name, table in self.tables.items() if table is not None}
-        due = {mark: self.chosen.ends.get(mark, 0) for mark in sorted(firsts)}
+        due = {mark: self.ends.get(mark, 0) for mark in sorted(firsts)}
         due = {mark: end for mark, end in due.items() if firsts[mark] < end}
         # An earlier run may have been killed after a commit, before it was on disk.
         for table in tables.values() if due else ():
@@ -284,8 +277,8 @@ class _Job(NamedTuple):
 
     def first_id(self, files: Iterable[ArchiveFile]) -> int:
         """Return the lowest id of the messages whose attempts are archived, from their files."""
-        begins = self.chosen.begins
-        for mark in self.chosen.marks("attempts"):
+        begins = self.begins
+        for mark in self.marks("attempts"):
             if begins["attempts"][mark] != begins[mark.state][mark]:
                 # The files of some are of an earlier run.
                 return 0
@@ -293,7 +286,9 @@ class _Job(NamedTuple):
         return min(ids, default=0)
 
     def _stretches(self, table: str) -> DataFrame:
-        dealt = deal(self.chosen.stretches(table), parallelism(self.spark))
+        begins, marks = self.begins[table], self.marks(table)
+        stretches = [HistoryStretch(*mark, begins[mark], end) for mark, end in marks.items()]
+        dealt = deal(stretches, parallelism(self.spark))
         named = [(msgspec.json.encode(each).decode(),) for each in dealt]
         rows = self.spark.createDataFrame(named, "stretches string")
         return rows.repartition(max(1, len(named)))
@@ -319,7 +314,7 @@ class _Job(NamedTuple):
     def _archived(self, name: str, columns: Sequence[str], first_id: int) -> DataFrame | None:
         """Return rows that the archive had before the run; None if it has no file of such."""
         table = self.tables.get(name) or self.place.open(name)
-        queues = {mark.queue for mark in self.chosen.marks("attempts")}
+        queues = {mark.queue for mark in self.marks("attempts")}
         files = [] if table is None else table.files(queues, first_id)
         if not files:
             return None
