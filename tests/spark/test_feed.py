@@ -315,8 +315,8 @@ def test_places() -> None:
 @pytest.mark.parametrize(
     ("states", "place", "says"),
     [
-        (["done"], {"a": 1}, "must name every queue; 'b' is missing"),
-        (["done"], {"a": 1, "b": 0, "c": 0}, "names queue 'c', which is not read"),
+        (["done"], {"a": 1}, "startingOffsets must name every queue"),
+        (["done"], {"a": 1, "b": 0, "c": 0}, "and no other: a, b"),
         (["done"], {"a": 51, "b": 0}, "queue a is 51; done has numbers up to 50"),
         (["done"], {"a": -3, "b": 0}, "queue a is -3"),
         (["done", "failed"], {"a": 1, "b": 0}, "must say where done and failed begin"),

@@ -73,7 +73,7 @@ def test_a_starting_time(spark: SparkSession, make_world: Callable[..., Any]) ->
     assert offsets(between) == ids[:20]
     by_log = world.reader(spark, "log", startingTimestamp=f'{{"0": {end}}}')
     assert offsets(by_log) == ids[20:]
-    with pytest.raises(AnalysisException, match="endingTimestamp must have a time for every log"):
+    with pytest.raises(AnalysisException, match="endingTimestamp must name every log"):
         offsets(world.reader(spark, "log", endingTimestamp='{"1": 5}'))
     with snapshot(world.location, spark=spark) as then:
         world.publish(3)

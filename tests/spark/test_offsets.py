@@ -48,8 +48,8 @@ def test_places() -> None:
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ({0: 5}, "must name every log; 1 is missing"),
-        ({0: 5, 1: 5, 2: 5}, "names log 2; the store has 0, 1"),
+        ({0: 5}, "must name every log that is read, and no other: 0, 1"),
+        ({0: 5, 1: 5, 2: 5}, "must name every log that is read, and no other: 0, 1"),
         ({0: 5, 1: 101}, "log 1 is 101; there are offsets up to 100"),
         ({0: -3, 1: 5}, "log 0 is -3"),
     ],

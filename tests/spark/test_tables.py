@@ -240,7 +240,7 @@ def test_an_empty_store(spark: SparkSession, world: Any) -> None:
         ({"table": "queues", "payload": "true"}, "has no payloads"),
         ({"table": "done", "filter": "price >"}, "InvalidFilter"),
         ({"table": "done", "queue": "nobody"}, "QueueNotFound.*nobody"),
-        ({"table": "log", "startingOffsets": '{"7": 1}'}, "names log 7"),
+        ({"table": "log", "startingOffsets": '{"7": 1}'}, "must name every log"),
     ],
 )
 def test_errors_say_what_is_wrong(

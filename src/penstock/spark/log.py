@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 from functools import cache, lru_cache
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -69,13 +69,7 @@ def resolve(place: Place, stats: LogStats, name: str) -> dict[int, int]:
         wanted = {int(log): int(offset) for log, offset in place.items()}
     except (TypeError, ValueError):
         raise InvalidInput(f'{name} is JSON like {{"0": 5}}, log to offset') from None
-    strangers = sorted(set(wanted) - set(stats.cursors))
-    if strangers:
-        known = ", ".join(map(str, sorted(stats.cursors)))
-        raise InvalidInput(f"{name} names log {strangers[0]}; the store has {known}")
-    missing = sorted(set(stats.cursors) - set(wanted))
-    if missing:
-        raise InvalidInput(f"{name} must name every log; {missing[0]} is missing")
+    check_names(name, "log", wanted, stats.cursors)
     found = {}
     for log, offset in wanted.items():
         if offset < EARLIEST or offset > stats.end:
@@ -84,6 +78,16 @@ def resolve(place: Place, stats: LogStats, name: str) -> dict[int, int]:
             )
         found[log] = {EARLIEST: stats.earliest, LATEST: stats.end}.get(offset, offset)
     return found
+
+
+def check_names(option: str, noun: str, given: Iterable[Any], known: Iterable[Any]) -> None:
+    """Refuse an option that leaves out a log or a queue that is read, or names another."""
+    names = sorted(known)
+    if sorted(given) != names:
+        raise InvalidInput(
+            f"{option} must name every {noun} that is read, and no other: "
+            f"{', '.join(map(str, names))}"
+        )
 
 
 def logs_of(offset: Mapping[str, int | str]) -> dict[int, int]:
@@ -158,9 +162,7 @@ def offsets_at(
     The time is one for all logs, or one for each.
     """
     by_log = dict.fromkeys(map(str, stats.cursors), times) if isinstance(times, int) else times
-    if set(by_log) != set(map(str, stats.cursors)):
-        known = ", ".join(map(str, sorted(stats.cursors)))
-        raise InvalidInput(f"{name} must have a time for every log, and for no other: {known}")
+    check_names(name, "log", by_log, map(str, stats.cursors))
     # Ids are shared by the logs, and time in a store never goes back along them.
     found = {at_ms: client.offset_at(max(0, at_ms)) for at_ms in set(by_log.values())}
     return {log: found[by_log[str(log)]] for log in stats.cursors}

@@ -40,6 +40,7 @@ from penstock.spark.log import (
     LEAST_PIECE,
     Offset,
     between,
+    check_names,
     check_store,
     lag_of,
     limited,
@@ -269,11 +270,7 @@ class FeedStreamReader(StreamReader):
 
     def _at_times(self, ends: HistoryEnds, times: Mapping[str, int]) -> HistoryEnds:
         """Ask where the history of each queue begins at its own time."""
-        if set(times) != set(ends.queues):
-            names = ", ".join(ends.queues)
-            raise InvalidInput(
-                f"startingTimestamp must have a time for every queue, and for no other: {names}"
-            )
+        check_names("startingTimestamp", "queue", times, ends.queues)
         client = FlightStore(self._options.location)
         found = {
             queue: client.history_ends(queue, since_ms=at_ms).queues.get(queue, ends.queues[queue])
@@ -363,16 +360,7 @@ def starting_positions(
         wanted = dict.fromkeys(ends.queues, EARLIEST if place == "earliest" else LATEST)
     else:
         wanted = place
-        strangers, missing = sorted(set(place) - set(ends.queues)), set(ends.queues) - set(place)
-        if strangers:
-            raise InvalidInput(
-                f"startingOffsets names queue {strangers[0]!r:.100}, which is not read"
-            )
-        if missing:
-            raise InvalidInput(
-                f"startingOffsets must name every queue; {min(missing)!r} is missing. Option "
-                "'queue' chooses queues"
-            )
+        check_names("startingOffsets", "queue", wanted, ends.queues)
     return {
         queue: _starting(queue, found, ends.at_ms, states, wanted[queue])
         for queue, found in ends.queues.items()
