@@ -2,8 +2,8 @@
 
 ``protocol`` has the commands and actions that server and client share, ``tables`` the schemas and
 the reading of tables, ``snapshots`` cuts a pinned store into parts, ``writes`` takes rows that
-clients send, ``history`` finds stretches of it; ``service`` answers, ``listener`` runs it,
-``client`` calls it. Needs pyarrow: nothing below the server imports this package.
+clients send; ``service`` answers, ``listener`` runs it, ``client`` calls it. Needs pyarrow: nothing
+below the server imports this package.
 """
 
 from __future__ import annotations
