@@ -151,7 +151,8 @@ def messages_of(columns: Mapping[str, pa.Array]) -> Iterator[Message | str]:
         for name, default in {"attributes_json": None, "queue": None, **_DEFAULTS}.items()
     ]
     payloads = columns["payload"].to_pylist()
-    for payload, named, text, queue, *rest in zip(payloads, attributes, *values, strict=True):
+    every = zip(payloads, attributes, *values, strict=True)
+    for payload, named, text, queue, group, priority, delay_ms, dedup_id in every:
         if payload is None:
             yield "payload is null"
             continue
@@ -163,7 +164,7 @@ def messages_of(columns: Mapping[str, pa.Array]) -> Iterator[Message | str]:
             continue
         if queue is not None:
             named["queue"] = queue
-        yield Message(payload, named, *rest)
+        yield Message(payload, named, group, priority, delay_ms, dedup_id)
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
