@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock import InvalidInput, InvalidQueue, Message, QueueNotFound, State
+from penstock import InvalidInput, InvalidQueue, Message, QueueNotFound, State, limits
 from penstock.clock import ManualClock
 from penstock.store.filling import FILL_MESSAGES, FILL_WINDOW
 
@@ -66,6 +66,7 @@ def test_plans_follow_what_is_asked_for(
     assert store.backfill_plan("q", from_=4, to=8).stretches == [(4, 8)]
     assert store.backfill_plan("q", from_="earliest", to=8).stretches == [(1, 8)]
     assert store.offset_at(noon_ms) == 11
+    assert (store.offset_at(0), store.offset_at(limits.MAX_OFFSET)) == (1, 21)
     fill(store, "q", 5, 8, [5])
     assert store.backfill_plan("q").stretches == [(1, 5), (8, 21)]
     broker.update_queue("q", filter="n < 6")

@@ -372,8 +372,10 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             return history_ends(pinned, queues, options.since_ms)
 
     def _offset_at(self, options: Any, _: Principal) -> int:
-        check_count(options.time_ms, "time_ms", 0, limits.MAX_DURATION_MS)
-        return self._broker.offset_at(datetime.fromtimestamp(options.time_ms / 1000, UTC))
+        check_count(options.time_ms, "time_ms", 0, limits.MAX_OFFSET)
+        # No message is later than that.
+        time_ms = min(options.time_ms, limits.MAX_DURATION_MS)
+        return self._broker.offset_at(datetime.fromtimestamp(time_ms / 1000, UTC))
 
     def _filters(self, options: Any, _: Principal) -> LiveFilters:
         return self._broker.filters_at(options.offset)
