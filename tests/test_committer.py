@@ -141,7 +141,12 @@ def test_a_failed_fsync_is_not_repeated_the_store_is_reopened(
         else:
             broker.send("q", b"in doubt")
         # The reopened database has a log of its own: nothing has to be done for that.
-        wait_until(lambda: broker._store.progress.filter_changes > loads and broker.away is None)
+        wait_until(
+            lambda: (
+                broker._store.progress.filter_changes > loads
+                and broker._store.health().away is None
+            )
+        )
         # A claim that finds nothing waits for what it has seen, which is durable by now.
         assert broker.claim("empty") == []
         broker.send("q", b"after")
@@ -173,7 +178,7 @@ def test_a_queue_that_is_gone_after_reopening_gets_no_messages(tmp_path: Path) -
         refuse_syncs(broker)
         with pytest.raises(StorageFailed, match="may or may not"):
             broker.create_queue("doubtful", filter="x = 1")
-        wait_until(lambda: loads and broker.away is None)
+        wait_until(lambda: loads and broker._store.health().away is None)
         broker.publish([penstock.Message(b"", {"x": 1})])
         assert broker.store_stats().unrouted_total == 1
 
@@ -208,7 +213,7 @@ def test_a_recovery_that_fails_in_a_way_nobody_thought_of_is_tried_again(tmp_pat
         refuse_syncs(broker)
         with pytest.raises(StorageFailed, match="may or may not"):
             broker.send("q", b"in doubt")
-        wait_until(lambda: broker.away is None)
+        wait_until(lambda: broker._store.health().away is None)
         assert broker.send("q", b"after")
 
 
@@ -225,12 +230,12 @@ def test_a_store_is_recovered_by_one_at_a_time(tmp_path: Path) -> None:
             # If it got the store back, this one would put changes that came after into doubt.
             engine._free_space.probe = probe
             broker._runner.recover()
-            if broker.away is None:
+            if broker._store.health().away is None:
                 made.append(broker.begin(Joint()))
             probe()
 
         made: list[int] = []
         engine._free_space.probe = probe_beside_another
         broker.sweep()
-        assert broker.away is None
+        assert broker._store.health().away is None
         assert made == []

@@ -16,7 +16,7 @@ from tests.docs.blocks import blocks_of, run_blocks
 
 import penstock
 from penstock import errors, limits
-from penstock.broker.inspect import StoreReader
+from penstock.broker.verbs import StoreReader
 from penstock.cli.main import COMMANDS, cli
 from penstock.model import TRANSITIONS, AssignStatus, AttemptEnd, OutcomeStatus, QueueSpec
 from penstock.urls import DESIGNS

@@ -130,8 +130,8 @@ def test_failing_for_too_long(
             proxy.only, proxy.status = "PUT", status
             begun_ms = CLOCK.now_ms()
             # It is known before anybody is told that his change may or may not have been made.
-            wait(lambda: broker.away)
-            assert "has taken no write for" in (broker.away or "")
+            wait(lambda: broker._store.health().away)
+            assert "has taken no write for" in (broker._store.health().away or "")
             # A worker that finds nothing to claim is not told.
             wait(lambda: len(errors) >= 4)
             assert all(isinstance(each, StorageFailed) for each in errors)
@@ -142,7 +142,7 @@ def test_failing_for_too_long(
                 broker.create_queue("another")
             # What had been begun may get there now; it was not confirmed, and is not in the way.
             proxy.status = None
-            wait(lambda: broker.away is None)
+            wait(lambda: broker._store.health().away is None)
         broker.create_queue("another")
         assert broker.check().ok
         wait(lambda: "the store can be used again, after" in caplog.text)

@@ -170,7 +170,7 @@ def test_a_store_that_is_lost_is_shown_as_such() -> None:
 
 def test_a_store_of_one_owner_has_no_contention(broker: penstock.Broker, ask: Any) -> None:
     assert broker.contention() is None
-    assert broker.away is None
+    assert broker._store.health().away is None
     with running(broker, **HTTP) as server:
         page = ask(server.addresses["http"], "GET", "/metrics").body
     assert b"penstock_store_healthy 1.0" in page

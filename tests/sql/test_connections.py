@@ -162,7 +162,7 @@ def test_every_connection_is_made_again(url: str, postgres: PostgresServer) -> N
         assert postgres.cut() >= 1
         assert len(set(threads.map(send, range(4)))) == 4
         assert broker.stats("q").available == 8
-        assert broker.away is None
+        assert broker._store.health().away is None
         assert_clean(broker)
 
 

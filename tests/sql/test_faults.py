@@ -413,10 +413,10 @@ def test_a_database_that_is_away_fails_the_verb_and_comes_back(
         own_postgres.stop()
         with pytest.raises(StorageFailed):
             broker.send("q", b"x")
-        away = [broker.away]
+        away = [broker._store.health().away]
         own_postgres.start()
         broker.send("q", b"y")
-        away.append(broker.away)
+        away.append(broker._store.health().away)
         assert [why is None for why in away] == [False, True]
         assert [d.payload for d in broker.claim("q", limit=9)] == [b"y"]
 

@@ -98,11 +98,11 @@ def test_verbs_end_in_time(own_postgres: PostgresServer, outage: Any) -> None:
             began = SECONDS()
             said = [each.result() for each in [threads.submit(fails_in_time, v) for v in verbs * 3]]
             assert SECONDS() - began < LONG_S
-            assert broker.away is not None
+            assert broker._store.health().away is not None
             assert any("the database" in each for each in said)
         # Whatever was sent may yet be done, and is done once.
         assert broker.stats("q").in_flight >= 1
-        wait_until(lambda: broker.send("q", b"again") and broker.away is None)
+        wait_until(lambda: broker.send("q", b"again") and broker._store.health().away is None)
         after = broker.send("q", b"after")
         assert_clean(broker)
         broker.ack([held.receipt])

@@ -3,6 +3,8 @@
 ==============  ==================================================================
 ``broker``      :class:`Broker`: every verb, in the order of a message's life
 ``verbs``       its bases: verbs that only look, of the metadata log, for a server
+``settings``    checks of a queue's settings
+``router``      routing by filters
 ``runner``      the lock, the time, waiting claims, the sweeper thread
 ``durability``  group commit: one ``fsync`` for many changes
 ``requests``    many requests as one change of the store; loaded by servers

@@ -1,9 +1,9 @@
 """The broker: every verb on messages and queues, in the order of a message's life.
 
-A broker checks its arguments, routes messages by the queues' filters and hands them to the store
-through the :mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs
-of the metadata log are in :mod:`~penstock.broker.verbs`, those that only look in
-:mod:`~penstock.broker.inspect`, those for a server in :mod:`~penstock.broker.served`;
+A broker checks its arguments, routes messages by the queues' filters
+(:mod:`~penstock.broker.router`) and hands them to the store through the
+:mod:`~penstock.broker.runner`, which knows of threads, time and durability. The verbs that only
+look, of the metadata log and for a server are in :mod:`~penstock.broker.verbs`;
 :mod:`~penstock.broker.settings` checks the settings of queues.
 """
 
@@ -20,8 +20,8 @@ from weakref import WeakSet
 import msgspec
 
 from penstock import limits
+from penstock.broker.router import Router
 from penstock.broker.runner import SWEEP_BUDGET, Runner
-from penstock.broker.served import ServedBroker
 from penstock.broker.settings import (
     check_dead_letter,
     check_no_circle,
@@ -30,6 +30,7 @@ from penstock.broker.settings import (
     make_spec,
     settings_of,
 )
+from penstock.broker.verbs import BrokerBase
 from penstock.errors import (
     InvalidInput,
     InvalidQueue,
@@ -37,7 +38,7 @@ from penstock.errors import (
     QueueNotFound,
     StorageFailed,
 )
-from penstock.filters import Matcher, Row, default_filter, parse
+from penstock.filters import Row, default_filter, parse
 from penstock.model import LeaseRequest, Message, Ordering, QueueSpec, State
 from penstock.packing import pack_messages
 from penstock.store.contract import FiltersChanged
@@ -77,9 +78,11 @@ T = TypeVar("T")
 SHOWN_BATCHES: Final = 10
 # Messages that a verb over many takes before it lets others in: those of one commit.
 MASS_STEP: Final = 1_000
+# Held while a broker begins to measure its verbs.
+_MEASURING: Final = threading.Lock()
 
 
-class Broker(ServedBroker):
+class Broker(BrokerBase):
     """An open store. Thread-safe; close it, or use it as a context manager."""
 
     _verb_times: VerbTimes | None = None
@@ -103,9 +106,7 @@ class Broker(ServedBroker):
         self._checkpoint = checkpoint
         self._restored = []
         self.routed_batches = deque(maxlen=SHOWN_BATCHES)
-        self._matcher, self._live, self._matched = Matcher(), {}, -1
-        self._routing = threading.Lock()
-        self._follow_filters()
+        self._router = Router(store, dedup_window_ms)
         self._consumers: WeakSet[Consumer] = WeakSet()
         self._settlers: WeakSet[Settler] = WeakSet()
         self._runner = Runner(store, clock, relaxed=relaxed, background=background)
@@ -236,14 +237,7 @@ class Broker(ServedBroker):
         return self._publish(batch, queue)[0]
 
     def _publish(self, batch: list[PackedMessage], target: str | None) -> list[int]:
-        def put(now_ms: int) -> list[int]:
-            routed_at = self._store.progress.filter_changes
-            routes = self._routes(batch, now_ms, targeted=target is not None)
-            if target is not None:
-                self._check_target(target, routes)
-            return self._put(batch, routes, now_ms, routed_at)
-
-        return self._apply(put)
+        return self._apply(partial(self._router.publish, batch, target))
 
     # --- messages out --------------------------------------------------------------------
 
@@ -519,7 +513,7 @@ class Broker(ServedBroker):
         # Loaded when used: nothing is measured for programs that never ask.
         from penstock.broker.metrics import VerbTimes  # noqa: PLC0415
 
-        with self._routing:
+        with _MEASURING:
             if self._verb_times is None:
                 self._verb_times = VerbTimes(self, self._clock.seconds)
         if registry is not None:

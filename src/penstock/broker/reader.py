@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import msgspec
 
 from penstock import limits
-from penstock.broker.inspect import StoreReader
+from penstock.broker.verbs import StoreReader
 from penstock.clock import TimeGuard
 from penstock.errors import QueueNotFound, StoreDamaged
 

@@ -7,8 +7,8 @@ durable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,8 @@ from penstock.store.codec.claimed import ClaimedMessages
 from penstock.store.contract import FiltersChanged
 
 if TYPE_CHECKING:
+    from penstock.broker.router import Router
+    from penstock.broker.runner import Runner
     from penstock.clock import Clock
     from penstock.store.contract import FullStore
 
@@ -85,25 +87,13 @@ class Joint(msgspec.Struct):
         return [*self.acks, *self.changes, *self.publishes, *self.claims]
 
 
-class Router(Protocol):
-    """Matches messages with the filters of all queues."""
-
-    def __call__(
-        self, messages: Sequence[PackedMessage], now_ms: int, *, targeted: bool
-    ) -> list[list[str]]:
-        """Return the queues of each message; ``targeted``: some must go to a queue."""
-
-
 class RequestRunner(NamedTuple):
     """Does joint requests on a broker's store; called as a change of the runner."""
 
     store: FullStore
     clock: Clock
-    routes: Router
-    check_target: Callable[[str, Sequence[Sequence[str]]], None]
-    put: Callable[[Sequence[PackedMessage], list[list[str]], int, int], list[int]]
-    note_error: Callable[[], None]
-    take_woken: Callable[[], Mapping[str, int | None]]
+    router: Router
+    runner: Runner
 
     def run(self, joint: Joint, now_ms: int) -> int:
         """Do the requests and fill in their answers; one request's error is not its neighbours'.
@@ -121,7 +111,7 @@ class RequestRunner(NamedTuple):
         if joint.publishes:
             self._publish_together(joint.publishes, now_ms)
         if joint.standing is not None:
-            for queue, available in self.take_woken().items():
+            for queue, available in self.runner.take_woken().items():
                 joint.claims += joint.standing(queue, available)
         by_queue: dict[str, list[Claim]] = {}
         for claim in joint.claims:
@@ -133,7 +123,7 @@ class RequestRunner(NamedTuple):
     def _fail(self, request: Request, error: Exception) -> None:
         """Give a request its error, and note at once if the store is away."""
         request.error = error
-        self.note_error()
+        self.runner.note_error()
 
     def _ack_together(self, acks: Sequence[Ack], now_ms: int) -> None:
         by_queue: dict[str | None, list[Ack]] = {}
@@ -175,11 +165,11 @@ class RequestRunner(NamedTuple):
                 messages += publish.messages
                 targeted = targeted or publish.queue is not None
             try:
-                routes = self.routes(messages, now_ms, targeted=targeted)
+                routes = self.router.route(messages, now_ms, targeted=targeted)
                 if targeted and self._fail_untaken(publishes, routes):
                     publishes = [publish for publish in publishes if publish.error is None]
                     continue
-                ids = self.put(messages, routes, now_ms, routed_at)
+                ids = self.router.put(messages, routes, now_ms, routed_at)
             except FiltersChanged:
                 continue
             except (InvalidInput, LimitReached) as error:
@@ -209,7 +199,7 @@ class RequestRunner(NamedTuple):
             end = begin + len(publish.messages)
             try:
                 if publish.queue is not None:
-                    self.check_target(publish.queue, routes[begin:end])
+                    self.router.check_target(publish.queue, routes[begin:end])
             except FiltersChanged:
                 raise
             except PenstockError as error:

@@ -26,7 +26,6 @@ from penstock.errors import (
     BrokerClosed,
     PenstockError,
     QueueNotFound,
-    ServerUnreachable,
     StorageFailed,
     StoreDamaged,
     StoreFenced,
@@ -71,8 +70,6 @@ _RUNNERS: Final[weakref.WeakSet[Runner]] = weakref.WeakSet()
 # before it counts as away.
 WATCH_SECONDS: Final = 0.25
 BUSY_SECONDS: Final = 10.0
-# A call may take this long once it has its turn, however long it has waited for that.
-LEAST_SECONDS: Final = 1.0
 
 
 class Outage(NamedTuple):
@@ -141,9 +138,7 @@ class Runner:
         it again. ``durable=False``: return at once, as a call that only reads may, or one that
         :meth:`tell` calls back.
         """
-        if self._store.patience_s is not None:
-            self._wait_for_turn(self._store.patience_s)
-        elif not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             begin = self._clock.seconds()
             self._lock.acquire()
             self.lock_waits.add(self._clock.seconds() - begin)
@@ -152,12 +147,8 @@ class Runner:
             if self._closed or self.lost is not None:
                 self._refuse()
             now_ms = self._guard.now_ms(self._clock.now_ms())
-            if self._parallel:
-                wakes = self._wakes(queue) if wait_ms else None
-                result = self._call(change, now_ms)
-            else:
-                wakes = None
-                result = change(now_ms)
+            wakes = self._wakes(queue) if wait_ms and self._parallel else None
+            result = self._call(change, now_ms) if self._parallel else change(now_ms)
             if wait_ms and not result:
                 result = self._wait_for(queue, now_ms, now_ms + wait_ms, change, wakes)
             woken = self._store.take_woken()
@@ -197,6 +188,8 @@ class Runner:
         self._under_way += 1
         self._lock.release()
         try:
+            if self._store.patience_s is not None:
+                self._store.limit(self._store.patience_s)
             return change(now_ms)
         finally:
             self._lock.acquire()
@@ -294,31 +287,6 @@ class Runner:
         # A thread that is not here may have held the lock.
         self._lock, self.lost = threading.Lock(), _NOT_OURS
 
-    def _wait_for_turn(self, patience_s: float) -> None:
-        """Take the lock; a caller that waits longer than the store has patience fails.
-
-        The verb has the rest of that time, so that a store that hangs fails each waiting caller in
-        its own time, and not one after the other.
-        """
-        begin = self._clock.seconds()
-        if self._lock.acquire(blocking=False):
-            self._limit(begin)
-            return
-        if not self._lock.acquire(timeout=patience_s):
-            why = self._store.health().away or "another call has it"
-            raise ServerUnreachable(
-                f"the store was not free for {patience_s:g} s ({why}); nothing was changed"
-            )
-        self.lock_waits.add(self._clock.seconds() - begin)
-        self._limit(begin)
-
-    def _limit(self, since: float) -> None:
-        """Give the store what is left of its patience with a call; called with the lock held."""
-        patience_s = self._store.patience_s
-        if patience_s is not None:
-            waited_s = max(0.0, self._clock.seconds() - since)
-            self._store.limit(max(LEAST_SECONDS, patience_s - waited_s))
-
     def _now_ms(self) -> int:
         """Return the store's time; called with the lock held, at the start of every verb."""
         if self._closed or self.lost is not None:
@@ -326,7 +294,8 @@ class Runner:
         return self._guard.now_ms(self._clock.now_ms())
 
     def _refuse(self) -> NoReturn:
-        raise (self.failure or BrokerClosed("the broker is closed")).with_traceback(None)
+        assert self.failure is not None
+        raise self.failure.with_traceback(None)
 
     def note_error(self) -> None:
         """Look whether the store is away, after an error; called inside a change."""
@@ -337,11 +306,9 @@ class Runner:
             self._note_error()
 
     def _note_error(self) -> None:
-        if not self._closed and self.lost is None and self._store.health().away is not None:
-            self._hurry()
-
-    def _hurry(self) -> None:
-        """Log that the store is away, and wake the sweeper for it; called with the lock held."""
+        """Log it if the store is away, and wake the sweeper for it; called with the lock held."""
+        if self._closed or self.lost is not None or self._store.health().away is None:
+            return
         self._note_outage()
         now_ms = self._guard.now_ms(self._clock.now_ms())
         if self._alarm_at_ms is not None and self._alarm_at_ms > now_ms + RETRY_MS:
@@ -356,7 +323,7 @@ class Runner:
             raise
         except StorageFailed:
             with self._lock:
-                self._hurry()
+                self._note_error()
             raise
 
     def _lose(self, why: PenstockError) -> None:
@@ -443,14 +410,11 @@ class Runner:
                 soonest_ms = self._store.soonest_ms()
                 if soonest_ms is not None:
                     wait_ms = min(wait_ms, max(1, soonest_ms - now_ms))
-            until = self._clock.seconds() + wait_ms / 1000
             self._busy_since = None
             if wait_ms:
                 self._clock.wait(waiting, wait_ms)
             wakes = None if wakes is None else self._wakes(queue)
             self._busy_since = self._clock.seconds()
-            # The caller that had the store at the end of the wait may have had it for long.
-            self._limit(until)
             now_ms = self._now_ms()
             result = self._call(change, now_ms)
             if result or now_ms >= until_ms:
@@ -462,8 +426,7 @@ class Runner:
             # A call that has the store for long does not stop the watcher.
             if self._outage is not None and self._lock.acquire(blocking=False):
                 try:
-                    if not self._closed and self.lost is None:
-                        self._hurry()
+                    self._note_error()
                 finally:
                     self._lock.release()
 
@@ -492,8 +455,7 @@ class Runner:
                     return
                 wait_ms = RETRY_MS
                 now_ms = self._now_ms()
-                self._busy_since = begin = self._clock.seconds()
-                self._limit(begin)
+                self._busy_since = self._clock.seconds()
                 try:
                     counts = self._call(partial(self._store.sweep, budget=SWEEP_BUDGET), now_ms)
                     self._wake(self._store.take_woken(), self._listener)

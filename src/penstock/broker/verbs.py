@@ -1,46 +1,157 @@
-"""Verbs of a broker that are about the metadata log.
+"""Verbs of a broker beside those of messages: verbs that only look, of the log, and for a server.
 
-Tailers, backfills, pipelines and bulk readers use the verbs of the log.
+Readers beside a store's owner have the verbs that only look. Tailers, backfills, pipelines and bulk
+readers use the verbs of the log.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from penstock import limits
-from penstock.broker.inspect import StoreReader
 from penstock.errors import InvalidInput
-from penstock.model import Backfilled, BackfillPlan, Collected, StoreInfo
+from penstock.filters import Matcher, parse
+from penstock.model import Backfilled, BackfillPlan, Collected, State, StoreInfo
 from penstock.validation import (
     check_archived,
     check_assignments,
     check_count,
     check_ids,
     check_optional,
+    check_receipts,
     check_routing,
+    check_state,
+    check_text,
+    cut_text,
 )
 
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.broker.runner import Runner
+    from penstock.broker.durability import Durability, OnDurable
+    from penstock.broker.requests import Check, Joint, RequestRunner
+    from penstock.broker.router import Router
+    from penstock.broker.runner import OnWoken, Outage, Runner
+    from penstock.clock import Clock
+    from penstock.errors import PenstockError
+    from penstock.filters import RowTuple
+    from penstock.histogram import Histogram
     from penstock.model import (
         Assigned,
+        Attempt,
         Cursor,
         LiveFilters,
+        LogPage,
         LogRecord,
         LogStats,
+        MessageExplanation,
+        Outcome,
+        Page,
+        QueueSpec,
+        QueueStats,
         RoutePlan,
+        StoreStats,
     )
+    from penstock.store.contract import Contention, FullStore
     from penstock.store.filling import Filled
     from penstock.store.snapshot import PinnedStore
 
 T = TypeVar("T")
+
+
+class StoreReader(ABC):
+    """The verbs that only look: the base of :class:`~penstock.Broker` and of readers."""
+
+    _store: FullStore
+
+    @abstractmethod
+    def _look(self, read: Callable[[int], T]) -> T:
+        """Read, told the time, while nobody else is let in."""
+
+    def queues(self) -> list[QueueSpec]:
+        """Return the specs of all queues, by name."""
+        return self._look(lambda _: [queue.spec for queue in self._store.queues()])
+
+    def queue(self, name: str) -> QueueSpec:
+        """Return the spec of a queue."""
+        return self._look(lambda _: self._store.spec(name))
+
+    def browse(
+        self,
+        queue: str,
+        *,
+        state: State | str = State.AVAILABLE,
+        limit: int = 100,
+        cursor: str | None = None,
+        payloads: bool = True,
+        message_id: int | None = None,
+    ) -> Page:
+        """Look at messages without leasing them; go on with ``cursor=page.next_cursor``.
+
+        With ``message_id`` the page has that message alone, in whatever state it is, if the queue
+        has it.
+        """
+        check_count(limit, "limit", 1, limits.MAX_BROWSE_LIMIT)
+        checked = check_state(state)
+        if cursor is not None:
+            check_text(cursor, "cursor", limits.MAX_CURSOR_BYTES)
+        if message_id is not None:
+            check_ids([message_id])
+        return self._look(
+            lambda now_ms: self._store.browse(
+                queue,
+                checked,
+                limit=limit,
+                cursor=cursor,
+                payloads=payloads,
+                now_ms=now_ms,
+                message_id=message_id,
+            )
+        )
+
+    def attempts(self, queue: str, message_id: int) -> list[Attempt]:
+        """Return every attempt at a message of a queue, the running one last."""
+        check_ids([message_id])
+        return self._look(lambda now_ms: self._store.attempts(queue, message_id, now_ms))
+
+    def explain(self, queue: str, message_id: int) -> MessageExplanation:
+        """Explain why a message is, or is not, in a queue, and say where it is."""
+        # Loaded when used: most programs never ask.
+        from penstock.broker.explain import explain_message  # noqa: PLC0415
+
+        check_ids([message_id])
+        return explain_message(self._look, self._store, self._takers, queue, message_id)
+
+    def _takers(self, row: RowTuple) -> list[str]:
+        """Return the queues whose filters would take a message now."""
+        live = self._look(lambda _: self._store.queues())
+        filters = {each.spec.name: parse(each.filter) for each in live if each.filter is not None}
+        return Matcher(filters).match([row])[0]
+
+    def stats(self, queue: str) -> QueueStats:
+        """Return a queue's depth by state, oldest age and totals."""
+        return self._look(lambda now_ms: self._store.queue_stats(queue, now_ms))
+
+    def store_stats(self) -> StoreStats:
+        """Return the totals of the whole store."""
+        return self._look(lambda _: self._store.store_stats())
+
+    def read_log(self, log: int = 0, *, begin: int | None = None, limit: int = 1_000) -> LogPage:
+        """Read a page of a metadata log, from an offset or (None) from the log's cursor on."""
+        check_count(log, "log", 0, limits.MAX_LOGS)
+        check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
+        check_optional(begin, "begin", 0, limits.MAX_OFFSET)
+        return self._look(lambda _: self._store.read_log(log, begin, limit))
+
+    def log_stats(self) -> LogStats:
+        """Describe the metadata log: offsets, logs, cursors, retention."""
+        return self._look(lambda _: self._store.log_stats())
 
 
 class RoutedBatch(NamedTuple):
@@ -52,9 +163,11 @@ class RoutedBatch(NamedTuple):
     assigned: Assigned
 
 
-class LogBroker(StoreReader):
-    """The verbs of the log: the base of :class:`~penstock.Broker`, which has those of messages."""
+class BrokerBase(StoreReader):
+    """Verbs of the log, and verbs for a server: the base of :class:`~penstock.Broker`."""
 
+    _clock: Clock
+    _router: Router
     _runner: Runner
     # Messages restored since each collection that is under way has looked.
     _restored: list[set[int]]
@@ -314,3 +427,138 @@ class LogBroker(StoreReader):
         finally:
             self._look(forget)
         return Collected(messages, size)
+
+    # --- for a server ---------------------------------------------------------------------
+
+    @cached_property
+    def _requests(self) -> RequestRunner:
+        # Loaded when used: only a server does many requests as one.
+        from penstock.broker.requests import RequestRunner  # noqa: PLC0415
+
+        return RequestRunner(self._store, self._clock, self._router, self._runner)
+
+    def begin(self, joint: Joint) -> int:
+        """Do many requests as one, fill in the answers, and return the number for :meth:`tell`."""
+        return self._runner.apply(partial(self._requests.run, joint), durable=False)
+
+    def tell(self, number: int, on_durable: OnDurable) -> None:
+        """Call back when everything up to this number is durable, or never will be.
+
+        It is called at once, or from a thread that others wait for: it must only pass it on.
+        """
+        self._runner.tell(number, on_durable)
+
+    def listen(self, on_woken: OnWoken | None) -> None:
+        """Call back with a queue that may have got something to claim; None: no more.
+
+        It is called with the broker's lock held: it must only pass it on.
+        """
+        self._runner.listen(on_woken)
+
+    def releasing(
+        self,
+        receipts: Iterable[str],
+        delay_ms: int | None,
+        reason: str,
+        queue: str | None,
+        *,
+        unseen: bool = False,
+        check: Check | None = None,
+    ) -> Callable[[int], list[Outcome]]:
+        """Check a release, and return the change that does it."""
+        batch = check_receipts(receipts)
+        check_optional(delay_ms, "delay_ms")
+        reason = cut_text(reason, limits.MAX_REASON_BYTES)
+
+        def work(now_ms: int) -> list[Outcome]:
+            self._check_queues(batch, check)
+            return self._store.release(
+                batch,
+                delay_ms=delay_ms,
+                reason=reason,
+                random=self._clock.random,
+                queue_name=queue,
+                now_ms=now_ms,
+                unseen=unseen,
+            )
+
+        return work
+
+    def extending(
+        self,
+        receipts: Iterable[str] | str,
+        lease_ms: int,
+        queue: str | None,
+        check: Check | None = None,
+    ) -> Callable[[int], list[Outcome]]:
+        """Check an extension, and return the change that makes it."""
+        check_count(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
+        batch = receipts if isinstance(receipts, str) else check_receipts(receipts)
+
+        def work(now_ms: int) -> list[Outcome]:
+            self._check_queues(batch, check)
+            return self._store.extend(batch, lease_ms=lease_ms, queue_name=queue, now_ms=now_ms)
+
+        return work
+
+    def _check_queues(self, receipts: list[str] | str, check: Check | None) -> None:
+        """Ask the caller of a verb whether it may settle messages of these queues."""
+        if check is not None:
+            for queue in self._store.queues_of(receipts):
+                check(queue)
+
+    def acking_held(self, lease: str, message_id: int, queue: str) -> Callable[[int], bool]:
+        """Return the change that acks a message by its id, if it is held under the lease."""
+
+        def work(now_ms: int) -> bool:
+            receipt = self._store.held(lease).get(message_id)
+            if receipt is None:
+                return False
+            return self._store.ack([receipt], queue_name=queue, now_ms=now_ms)[0].ok
+
+        return work
+
+    def durability(self) -> Durability:
+        """Return how often, for how many commits and how long the store was synced."""
+        return self._runner.durability
+
+    def lock_waits(self) -> Histogram:
+        """Return how long callers waited that did not have the store at once."""
+        return self._runner.lock_waits.copy()
+
+    def contention(self) -> Contention | None:
+        """Return the cost of sharing the store with other processes; None if it has one owner."""
+        return self._store.health().contention
+
+    def used_bytes(self) -> dict[str, int]:
+        """Return how many bytes each table of the store takes on its disk; empty: not known."""
+        return self._store.health(disk=True).used_bytes
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes the disk of the store has left; None: not known."""
+        return self._store.health(disk=True).free_bytes
+
+    # These are known at once, whatever is under way.
+
+    @property
+    def outage(self) -> Outage | None:
+        """Why the store can't be used at present, and since when."""
+        return self._runner.outage
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """The error that ended the store for this process, if one did."""
+        return self._runner.failure
+
+    def takers(self, row: RowTuple) -> list[str]:
+        """Return the queues whose filters would take a message now."""
+        return self._look(lambda _: self._router.takers(row))
+
+    def explain_to(
+        self, may_see: Callable[[str | None], bool], queue: str, message_id: int
+    ) -> MessageExplanation:
+        """Explain as :meth:`explain` does, by the queues and (None) the log that may be seen."""
+        from penstock.broker.explain import explain_message  # noqa: PLC0415
+
+        check_ids([message_id])
+        return explain_message(self._look, self._store, self.takers, queue, message_id, may_see)
