@@ -130,7 +130,7 @@ def endure(url: str, notes: str) -> None:
     was_away = False
     while True:
         threading.Event().wait(0.02)
-        if (broker.away is not None) != was_away:
+        if (broker._store.health().away is not None) != was_away:
             was_away = not was_away
             say("away" if was_away else "back")
 
@@ -159,9 +159,9 @@ def fill(url: str, notes: str, size: str) -> None:
     seen = [broker.stats("a").available, len(broker.browse("b", limit=10_000)), broker.check().ok]
     say(msgspec.json.encode([[type(e).__name__ for e in raised], seen, confirmed]).decode())
     if sys.stdin.readline() == "go on\n":
-        say(str(broker.away))
+        say(str(broker._store.health().away))
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-        while broker.away is not None:
+        while broker._store.health().away is not None:
             threading.Event().wait(0.02)
         say(str(broker.publish([Message(b"room again", {"x": 1})])[0]))
         broker.close()

@@ -82,10 +82,10 @@ def test_full_and_back_under_load(
         with pytest.raises(DiskFull, match=f"min_free_bytes is {16 * MIB}; nothing was stored"):
             send_until_refused(broker, "other", b"no room for this")
         wait(more(tmp_path, Kind.ACKED))
-        assert broker.away is None
+        assert broker._store.health().away is None
         # Really full: nothing can be written, everything can be read.
         disk.fill()
-        wait(lambda: "No space left" in str(broker.away))
+        wait(lambda: "No space left" in str(broker._store.health().away))
         with pytest.raises(DiskFull, match=r"has taken no writes for .* No space left"):
             broker.create_queue("another")
         depth = broker.stats("standard").available
@@ -96,7 +96,7 @@ def test_full_and_back_under_load(
             assert list(pinned.payload_rows(0, 5))
         # And back, by itself.
         disk.make_room()
-        wait(lambda: broker.away is None)
+        wait(lambda: broker._store.health().away is None)
         assert broker.check().ok
         wait(more(tmp_path, Kind.ACKED))
         wait(more(tmp_path, Kind.PUBLISHED))
@@ -250,7 +250,7 @@ def test_the_reserve_is_for_what_is_there(disk: SmallDisk) -> None:
         assert len(broker.claim("q", limit=2)) == 2
         broker.sweep()
         assert broker.purge("q") == 6
-        assert broker.away is None
+        assert broker._store.health().away is None
         disk.make_room()
         wait(lambda: _sent(broker))
         assert broker.backfill("late").added

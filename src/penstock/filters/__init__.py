@@ -20,16 +20,8 @@ This package owns the language and the matching. The router and the stores act o
 
 from __future__ import annotations
 
-from penstock.filters.filter import (
-    Filter,
-    Row,
-    RowTuple,
-    default_filter,
-    explain,
-    parse,
-)
-from penstock.filters.matcher import Matcher
-from penstock.filters.tree import canonical
+from penstock.filters.matcher import Filter, Matcher, default_filter, explain, parse
+from penstock.filters.tree import Row, RowTuple, canonical
 from penstock.model import Explanation, Value
 
 __all__ = [

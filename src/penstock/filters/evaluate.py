@@ -23,7 +23,7 @@ from math import isfinite
 from typing import Any, Final, TypeAlias
 
 from penstock.filters import tree
-from penstock.filters.filter import RowTuple, Test
+from penstock.filters.tree import RowTuple, Test
 from penstock.model import Explanation, Value
 
 INT_MAX: Final = 2**63 - 1

@@ -1,6 +1,7 @@
-"""Many filters against many messages, at a cost that does not grow with the filters.
+"""Filters, alone and many together.
 
-A matcher files every filter under values of attributes of which a message must have one for the
+A :class:`Matcher` holds many filters against many messages, at a cost that does not grow with the
+filters. It files every filter under values of attributes of which a message must have one for the
 filter to be true. A message looks its own values up there, and is tested only against the filters
 it finds, and only on the conditions that the finding does not already prove::
 
@@ -16,24 +17,102 @@ has.
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+import re
+from functools import cached_property
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from penstock.filters import tree
-from penstock.filters.filter import Filter, RowTuple, Test
-from penstock.model import Value
+from penstock.filters.tree import RowTuple, Test
+from penstock.limits import MAX_FILTER_LITERAL_CHARS
+from penstock.model import Explanation, Value
 
-K = TypeVar("K", bound=Hashable)
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
+
+class Filter:
+    """A filter that has been checked. Equal filters have equal trees, however they were written."""
+
+    def __init__(self, predicate: tree.Predicate) -> None:
+        self.tree: Final = predicate
+
+    @cached_property
+    def text(self) -> str:
+        """The canonical text, which parses to the same tree."""
+        return tree.canonical(self.tree)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every name the filter reads: attributes, and fields such as ``priority``."""
+        return tree.names(self.tree)
+
+    def evaluate(self, row: RowTuple) -> bool | None:
+        """Return True, False, or None for unknown."""
+        return explain(self, row).result
+
+    def matches(self, row: RowTuple) -> bool:
+        """Return whether the filter is true of the message; unknown is not."""
+        return self._match(row) is True
+
+    @cached_property
+    def _match(self) -> Test:
+        return _compile(self.tree)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Filter) and self.tree == other.tree
+
+    def __hash__(self) -> int:
+        return hash(self.tree)
+
+    def __repr__(self) -> str:
+        return f"parse({self.text!r})"
+
+
+# The shape of nearly every queue's filter, at a fiftieth of the cost.
+_DEFAULT: Final = re.compile(rf"queue = '([\w.\-]{{0,{MAX_FILTER_LITERAL_CHARS}}})'")
+
+
+def parse(text: str) -> Filter:
+    """Return the filter that the text says.
+
+    Raises InvalidFilter, with the line, the column and the offending text, for anything that is
+    not in the filter language or is beyond a bound in :mod:`penstock.limits`.
+    """
+    if found := _DEFAULT.fullmatch(text):
+        return Filter(tree.Compare("=", tree.Attr("queue"), tree.Text(found[1])))
+    from penstock.filters.parser import parse_text  # noqa: PLC0415
+
+    return parse_text(text)
+
+
+def default_filter(queue_name: str) -> str:
+    """Return the filter of a queue made without one: messages sent to it by name."""
+    return tree.canonical(tree.Compare("=", tree.Attr("queue"), tree.Text(queue_name)))
+
+
+def _compile(predicate: tree.Predicate) -> Test:
+    # Loaded when used: the filters of most programs are plain, and need no test.
+    from penstock.filters.evaluate import compile_match  # noqa: PLC0415
+
+    return compile_match(predicate)
+
+
+def explain(filter: Filter, row: RowTuple) -> Explanation:  # noqa: A002 - the noun it is about
+    """Return the filter's result on a message, with that of every condition in it."""
+    from penstock.filters.evaluate import explain_node  # noqa: PLC0415
+
+    return explain_node(filter.tree, row)
+
+
+# --- many filters ---------------------------------------------------------------------------------
+
+K = TypeVar("K", str, int)
 
 # A name, and a value that a message must have under it.
 _Place: TypeAlias = tuple[str, Value]
-# A filter where it is filed: its key, and the test that is left to do (None: nothing).
-_Entry: TypeAlias = tuple[K, Test | None]
-# The filters at one place: the first, and the others after it in order of rank. Nearly always
-# there is one, and a message that finds it touches a single object to know it.
-_Slot: TypeAlias = tuple[K, Test | None, tuple[_Entry[K], ...]]
+# The filters at one place, by key: each with the test that is left to do (None: nothing).
+_Slot: TypeAlias = tuple[tuple[K, Test | None], ...]
 # The slots of one name, by value.
 _Shelf: TypeAlias = dict[Value, _Slot[K]]
 
@@ -45,14 +124,6 @@ class _Plan(NamedTuple):
     proves: bool  # having one of them is enough
 
 
-class _Filed(NamedTuple):
-    """A filter, its place in the order of all, and its places; None: tested on every message."""
-
-    filter: Filter
-    rank: int
-    places: frozenset[_Place] | None
-
-
 class Matcher(Generic[K]):
     """Filters by key, ready to be asked which of them are true of each message of a batch.
 
@@ -62,45 +133,28 @@ class Matcher(Generic[K]):
     [['books', 'dear'], []]
     """
 
-    __slots__ = ("_always", "_fields", "_filed", "_next_rank", "_shelves")
-
     def __init__(self, filters: Mapping[K, Filter] | None = None) -> None:
-        """Index the filters; their order is the order of the keys in every answer."""
+        """Index the filters."""
         self._shelves: dict[str, _Shelf[K]] = {}  # by attribute
         self._fields: dict[str, _Shelf[K]] = {}  # by field of the message
-        self._always: _Slot[K] | None = None  # filters that are tested on every message
-        self._filed: dict[K, _Filed] = {}
-        self._next_rank = 0
+        self._always: _Slot[K] = ()  # filters that are tested on every message
+        # Where each filter is filed; None: it is tested on every message.
+        self._places: dict[K, frozenset[_Place] | None] = {}
         for key, one in (filters or {}).items():
             self.put(key, one)
 
-    def __reduce__(self) -> tuple[type[Matcher[K]], tuple[dict[K, Filter]]]:
-        """Travel as filters: the compiled tests can't be pickled."""
-        return type(self), (self.filters,)
-
-    def __len__(self) -> int:
-        return len(self._filed)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._filed
-
-    @property
-    def filters(self) -> dict[K, Filter]:
-        """The filters by key, in the order in which an answer lists them."""
-        return {key: self._filed[key].filter for key in self._in_order(self._filed)}
-
     def match(self, rows: Sequence[RowTuple]) -> list[list[K]]:
-        """Return for every row the keys of the filters that are true of it.
+        """Return for every row the keys of the filters that are true of it, in their order.
 
         A row is a :class:`~penstock.filters.Row` or, quicker to make, a plain tuple of the same
-        five fields. The keys come in the order of the filters.
+        five fields.
         """
         shelves, always = self._shelves, self._always
         fields = [(tree.FIELDS[name], shelf) for name, shelf in self._fields.items()]
         answers: list[list[K]] = []
         for row in rows:
             attributes = row[0]
-            slots = [] if always is None else [always]
+            slots = [always] if always else []
             # Whichever are fewer: the names that are indexed, or those that the message has.
             if len(shelves) <= len(attributes):
                 for name, shelf in shelves.items():
@@ -113,68 +167,41 @@ class Matcher(Generic[K]):
             for field, shelf in fields:
                 if (slot := shelf.get(row[field])) is not None:  # type: ignore[arg-type]
                     slots.append(slot)
-            if len(slots) > 1:
-                # A filter may stand under several names, and the slots know nothing of order.
-                keys = {key for slot in slots for key in _true_of(slot, row)}
-                answers.append(self._in_order(keys) if len(keys) > 1 else list(keys))
-            elif not slots:
-                answers.append([])
-            elif slots[0][2]:
-                answers.append(_true_of(slots[0], row))
-            else:
-                key, test, _ = slots[0]
-                answers.append([key] if test is None or test(row) is True else [])
+            keys = []
+            for slot in slots:
+                for key, test in slot:
+                    if test is None or test(row) is True:
+                        keys.append(key)
+            # A filter may stand under several names, and each slot has an order of its own.
+            answers.append(sorted(set(keys)) if len(slots) > 1 else keys)
         return answers
 
-    # --- filing -----------------------------------------------------------------------------
-
     def put(self, key: K, one: Filter) -> None:
-        """File a filter, after all others or in the place of the one that had its key."""
-        if key in self._filed:
-            rank = self._filed[key].rank
+        """File a filter, in the place of the one that had its key."""
+        if key in self._places:
             self.remove(key)
-        else:
-            rank = self._next_rank
-            self._next_rank += 1
         plan, rest = self._plan_filter(one.tree)
-        test = None
-        if rest is not None:
-            from penstock.filters.evaluate import compile_match  # noqa: PLC0415
-
-            test = compile_match(rest)
-        entry: _Entry[K] = (key, test)
-        self._filed[key] = _Filed(one, rank, plan.places if plan else None)
+        entry = key, None if rest is None else _compile(rest)
+        self._places[key] = plan.places if plan else None
         if plan is None:
-            self._always = self._with_entry(self._always, entry)
+            self._always = _with_entry(self._always, entry)
             return
         for name, value in plan.places:
             shelf = self._shelves_of(name).setdefault(name, {})
-            shelf[value] = self._with_entry(shelf.get(value), entry)
+            shelf[value] = _with_entry(shelf.get(value, ()), entry)
 
     def remove(self, key: K) -> None:
         """Remove the filter of this key; KeyError if there is none."""
-        places = self._filed.pop(key).places
+        places = self._places.pop(key)
         if places is None:
             self._always = _without_key(self._always, key)
             return
         for name, value in places:
             shelf = self._shelves_of(name)[name]
-            left = _without_key(shelf.pop(value), key)
-            if left is not None:
+            if left := _without_key(shelf.pop(value), key):
                 shelf[value] = left
             elif not shelf:
                 del self._shelves_of(name)[name]
-
-    def _in_order(self, keys: Iterable[K]) -> list[K]:
-        return sorted(keys, key=self._rank)
-
-    def _rank(self, key: K) -> int:
-        return self._filed[key].rank
-
-    def _with_entry(self, slot: _Slot[K] | None, entry: _Entry[K]) -> _Slot[K]:
-        entries = _entries(slot)
-        place = bisect(entries, self._rank(entry[0]), key=lambda other: self._rank(other[0]))
-        return _slot((*entries[:place], entry, *entries[place:]))
 
     def _shelves_of(self, name: str) -> dict[str, _Shelf[K]]:
         return self._fields if name in tree.FIELDS else self._shelves
@@ -227,29 +254,16 @@ class Matcher(Generic[K]):
             shelf = self._shelves_of(name).get(name, {})
             values += len(shelf)
             if value in shelf:
-                fullest = max(fullest, 1 + len(shelf[value][2]))
+                fullest = max(fullest, len(shelf[value]))
         return fullest, len(plan.places), -values
 
 
-def _true_of(slot: _Slot[K], row: RowTuple) -> list[K]:
-    key, test, others = slot
-    keys = [key] if test is None or test(row) is True else []
-    keys += [key for key, test in others if test is None or test(row) is True]
-    return keys
+def _with_entry(slot: _Slot[K], entry: tuple[K, Test | None]) -> _Slot[K]:
+    return tuple(sorted(slot + (entry,), key=itemgetter(0)))  # noqa: RUF005 - mypy and K
 
 
-def _entries(slot: _Slot[K] | None) -> tuple[_Entry[K], ...]:
-    return () if slot is None else (slot[:2], *slot[2])
-
-
-def _slot(entries: tuple[_Entry[K], ...]) -> _Slot[K]:
-    first, *others = entries
-    return (*first, tuple(others))
-
-
-def _without_key(slot: _Slot[K] | None, key: K) -> _Slot[K] | None:
-    left = tuple(entry for entry in _entries(slot) if entry[0] != key)
-    return _slot(left) if left else None
+def _without_key(slot: _Slot[K], key: K) -> _Slot[K]:
+    return tuple(entry for entry in slot if entry[0] != key)
 
 
 def _plan_items(name: str, items: tuple[tree.LiteralNode, ...]) -> _Plan:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, NoReturn
 from penstock.errors import InvalidFilter
 from penstock.filters import tree
 from penstock.filters.evaluate import INT_MAX, PatternError, compile_like
-from penstock.filters.filter import Filter
+from penstock.filters.matcher import Filter
 from penstock.limits import (
     MAX_ATTRIBUTE_NAME_BYTES,
     MAX_FILTER_CHARS,

@@ -1,4 +1,4 @@
-"""The filter tree: frozen nodes, and the canonical text they print as.
+"""The filter tree: frozen nodes, the canonical text they print as, and the rows they read.
 
 ::
 
@@ -21,18 +21,35 @@ different types because Python takes ``1 == True`` for true, and a filter must n
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import astuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from penstock.model import Value
 
 CompareOp: TypeAlias = Literal["=", "<>", "<", "<=", ">", ">="]
 ArithOp: TypeAlias = Literal["+", "-", "*", "/"]
 
-# Names that read the message itself, and where in a Row each of them stands.
+RowTuple: TypeAlias = tuple[Mapping[str, Value], str, int, int, int]
+"""The fields of :class:`Row` as a plain tuple, which is quicker to make for every message."""
+Test: TypeAlias = Callable[[RowTuple], bool | None]
+"""Answers True, False or None (unknown) for a message."""
+
+
+class Row(NamedTuple):
+    """A message as filters see it. ``size`` is that of its payload in bytes."""
+
+    attributes: Mapping[str, Value]
+    group: str = ""
+    priority: int = 0
+    published_at_ms: int = 0
+    size: int = 0
+
+
+# Names that read the message itself, and where in a Row each of them stands. Every other name,
+# ``queue`` among them, is an attribute.
 FIELDS: Final[dict[str, int]] = {"group": 1, "priority": 2, "published_at": 3, "size": 4}
 
 KEYWORDS: Final = frozenset(
