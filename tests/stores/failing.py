@@ -82,5 +82,6 @@ def make_engine(kind: str, design: str, path: Path) -> FailingEngine:
 
 def open_on(engine: FailingEngine, design: str, clock: ManualClock, routing: Any = None) -> Broker:
     """Open a broker on an engine: also a second one, as after a crash of the first."""
-    store = make_store(engine, design, clock, routing)
+    whole: Any = engine
+    store = make_store(whole, design, clock, routing)
     return Broker(store, clock=clock, background=False, relaxed=True)

@@ -7,10 +7,11 @@ durable. One process owns an engine, and the layer above lets one thread at a ti
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.errors import StoreDamaged
+from penstock.errors import InvalidInput, StoreDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,22 +89,21 @@ class View:
         return self.tables[name]
 
 
-class Engine(Protocol):
-    """An open database.
+class Engine(ABC):
+    """An open database. What it need not have is here as it is without.
 
-    ``durable_on_commit``: a commit is as durable as it ever gets, without ``sync``.
+    ``durable_on_commit``: a commit is as durable as it ever gets, without ``sync``. ``away``: why
+    the engine takes no writes at present; any thread may ask, without I/O.
     """
 
     durable_on_commit: bool
+    away: PenstockError | None = None
 
+    @abstractmethod
     def table(self, name: str) -> Table:
         """Return a table named at open."""
 
-    @property
-    def away(self) -> PenstockError | None:
-        """Why the engine takes no writes at present; any thread may ask, without I/O."""
-
-    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
+    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:  # noqa: B027
         """Make an engine that is away take writes again, or raise why it does not.
 
         It enters ``alone`` for as long as no other thread may use it. Changes that were not durable
@@ -112,10 +112,13 @@ class Engine(Protocol):
 
     def free_bytes(self) -> int | None:
         """Return how many bytes its disk has left; None if that is unknown."""
+        return None
 
     def used_bytes(self) -> dict[str, int]:
         """Return the bytes on disk of each table, and as ``wal`` of the log; empty if unknown."""
+        return {}
 
+    @abstractmethod
     def batch(self, *, growth: int = 0) -> Batch:
         """Begin a batch; raise if the engine is away, before anything has been changed.
 
@@ -123,16 +126,18 @@ class Engine(Protocol):
         would leave less than the reserve, which is for batches without new messages.
         """
 
+    @abstractmethod
     def commit(self, batch: Batch) -> None:
         """Apply a batch whole, visible to reads at once, durable after the next ``sync``.
 
         If it raises, nothing was applied.
         """
 
+    @abstractmethod
     def view(self) -> View:
         """Pin the present state for reading. Call it while nobody commits."""
 
-    def sync(self) -> None:
+    def sync(self) -> None:  # noqa: B027
         """Make everything committed before this call durable. May be called from any thread."""
 
     def checkpoint(self, path: Path) -> None:
@@ -140,14 +145,15 @@ class Engine(Protocol):
 
         Hard links share files that do not change, where the file system can.
         """
+        raise InvalidInput(f"this store can't be copied to {path} as a directory of files")
 
-    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
+    def on_lost(self, told: Callable[[PenstockError], None]) -> None:  # noqa: B027
         """Call back, once and from a thread of its own, if the database is lost to this process.
 
         Another process may have taken it over, or it can't be written any more.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Sync and close the database."""
 
 

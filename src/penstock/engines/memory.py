@@ -14,16 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sortedcontainers import SortedDict
 
-from penstock.engines import View
-from penstock.errors import InvalidInput
+from penstock.engines import Engine, View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
+    from collections.abc import Iterable, Sequence
 
     from penstock.engines import Batch, Table
-    from penstock.errors import PenstockError
 
 _UNCHANGED: Final[Any] = object()
 _PAGE: Final = 1_000
@@ -82,10 +78,9 @@ class MemoryBatch:
         return len(self.changes)
 
 
-class MemoryEngine:
+class MemoryEngine(Engine):
     """Tables that live as long as the object: reopening a store on it finds everything."""
 
-    away: None = None
     durable_on_commit = True
 
     def __init__(self, tables: Iterable[str]) -> None:
@@ -94,16 +89,6 @@ class MemoryEngine:
     def table(self, name: str) -> MemoryTable:
         """Return a table named at open."""
         return self._tables[name]
-
-    def recover(self, alone: AbstractContextManager[None], load: Callable[[], None]) -> None:
-        """Do nothing: memory always takes writes."""
-
-    def used_bytes(self) -> dict[str, int]:
-        """Return nothing: it has no disk."""
-        return {}
-
-    def free_bytes(self) -> None:
-        """Return None: there is no disk."""
 
     def batch(self, *, growth: int = 0) -> MemoryBatch:  # noqa: ARG002
         """Begin a batch; there is no reserve."""
@@ -125,19 +110,6 @@ class MemoryEngine:
         """Copy the present state."""
         copies = {name: table.copy() for name, table in self._tables.items()}
         return View(copies, copies.clear)
-
-    def sync(self) -> None:
-        """Do nothing: memory is as durable as it gets."""
-
-    def checkpoint(self, path: Path) -> None:
-        """Refuse: what is in memory alone has no files."""
-        raise InvalidInput(f"a store in memory can't be copied to {path}")
-
-    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
-        """Do nothing: nobody else can take it over."""
-
-    def close(self) -> None:
-        """Do nothing: the tables stay for a reopening."""
 
 
 # --- over a database that takes no changes --------------------------------------------------------
@@ -216,10 +188,6 @@ class Overlay(MemoryEngine):
                 continue
             while found := table.scan(key, end, _PAGE):
                 table.rows.update((doomed, None) for doomed, _ in found)
-
-    def checkpoint(self, path: Path) -> None:
-        """Refuse: an overlay is for reading."""
-        raise InvalidInput(f"a store that is open for reading only can't be copied to {path}")
 
     def close(self) -> None:
         """Close the database below."""

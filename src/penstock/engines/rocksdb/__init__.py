@@ -31,7 +31,7 @@ import rocksdict as rocks
 
 from penstock import limits
 from penstock.clock import SystemClock
-from penstock.engines import Shape, View
+from penstock.engines import Engine, Shape, View
 from penstock.engines.disk import FreeSpace
 from penstock.engines.rocksdb import files
 from penstock.engines.rocksdb.tables import RocksTable, RocksViewTable, is_full, translate
@@ -121,10 +121,9 @@ def _database_options(memory: Memory, *, create: bool) -> rocks.Options:
     options.set_db_write_buffer_size(memory.write_buffer_mb << 20)
     # Not all the files that the process may open, if those are few.
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    share = allowed // limits.STORE_FILES_SHARE
-    unlimited = allowed == resource.RLIM_INFINITY
+    few = 0 < allowed < limits.STORE_FILES_SHARE * limits.MAX_STORE_FILES
     options.set_max_open_files(
-        limits.MAX_STORE_FILES if unlimited else min(limits.MAX_STORE_FILES, share)
+        allowed // limits.STORE_FILES_SHARE if few else limits.MAX_STORE_FILES
     )
     options.set_keep_log_file_num(4)
     options.set_max_log_file_size(4 << 20)
@@ -180,7 +179,7 @@ def open_for_reading(path: Path, tables: Mapping[str, Shape]) -> View:
     return View(found, close)
 
 
-class RocksEngine:
+class RocksEngine(Engine):
     """A RocksDB directory, owned by this process until closed."""
 
     durable_on_commit = False
@@ -298,9 +297,6 @@ class RocksEngine:
             shutil.copyfile(self.path / "IDENTITY", path / "IDENTITY")
         except Exception as error:
             translate(error)
-
-    def on_lost(self, told: Callable[[PenstockError], None]) -> None:
-        """Do nothing: the lock of the directory keeps others out."""
 
     def free_bytes(self) -> int | None:
         """Return how much of the disk is free."""

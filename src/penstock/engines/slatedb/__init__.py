@@ -32,7 +32,7 @@ from slatedb import uniffi as slate
 from slatedb.uniffi import Error
 
 from penstock.clock import SystemClock
-from penstock.engines import View, rows_of
+from penstock.engines import Engine, View, rows_of
 from penstock.engines.slatedb.binding import (
     CallTimeout,
     call,
@@ -109,7 +109,7 @@ def _settings(kind: str) -> slate.Settings:
     return settings
 
 
-class SlateEngine:
+class SlateEngine(Engine):
     """A SlateDB database, owned by this process until it is closed or another one opens it."""
 
     durable_on_commit = False
@@ -177,7 +177,7 @@ class SlateEngine:
         return self._tables[name]
 
     @property
-    def away(self) -> StorageFailed | None:
+    def away(self) -> StorageFailed | None:  # type: ignore[override]
         """Why nothing becomes durable at present."""
         since = self._waiting_since
         waited_s = 0.0 if since is None else self._seconds() - since
@@ -197,13 +197,6 @@ class SlateEngine:
             self._cache.clear()
             load()
             self._unanswered = None
-
-    def free_bytes(self) -> None:
-        """Return None: an object store does not tell."""
-
-    def used_bytes(self) -> dict[str, int]:
-        """Return nothing: all objects would have to be listed for it."""
-        return {}
 
     def batch(self, *, growth: int = 0) -> SlateBatch:  # noqa: ARG002 - there is no reserve
         """Begin a batch."""
