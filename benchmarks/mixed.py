@@ -31,7 +31,8 @@ from engines import open_broker, written
 
 import penstock
 from penstock.engines import Shape, rocksdb
-from penstock.engines.rocksdb import Memory, RocksEngine
+from penstock.engines.rocksdb import RocksEngine
+from penstock.limits import STORE_MEMORY_MB
 from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
@@ -91,9 +92,9 @@ class PrefixedBatch:
 class PrefixedEngine(RocksEngine):
     """The engine, with all tables in one family or in one each: both at the price of a wrapper."""
 
-    def __init__(self, path: Path, tables: Any, *, one_family: bool, memory: Memory) -> None:
+    def __init__(self, path: Path, tables: Any, *, one_family: bool, buffer_mb: int) -> None:
         own = {"default": Shape.VALUES} if one_family else tables
-        super().__init__(path, own, memory=memory)
+        super().__init__(path, own, write_buffer_mb=buffer_mb)
         self._parts = {
             name: PrefixedTable(self._tables["default"], bytes([number]))
             if one_family
@@ -115,8 +116,8 @@ def change_families(change: Callable[[str, Shape, rocks.Options], None]) -> None
     """Make the engine's families with other options."""
     make = rocksdb._family_options
 
-    def changed(tables: Any, memory: Memory) -> Any:
-        columns = make(tables, memory)
+    def changed(tables: Any, write_buffer_mb: int, block_cache_mb: int) -> Any:
+        columns = make(tables, write_buffer_mb, block_cache_mb)
         for name, options in columns.items():
             change(name, tables[name], options)
         return columns
@@ -182,8 +183,8 @@ CHANGES = {
     "last level compressed": late_compression,
     "LZ4": lz4,
 }
-MEMORY = {"buffers of 16 MiB": Memory(16, 64), "buffers of 256 MiB": Memory(256, 64)}
-VARIANTS = ("as it is", "one family", *CHANGES, *MEMORY)
+BUFFERS_MB = {"buffers of 16 MiB": 16, "buffers of 256 MiB": 256}
+VARIANTS = ("as it is", "one family", *CHANGES, *BUFFERS_MB)
 
 
 class Load:
@@ -248,9 +249,9 @@ def case(path: Path, variant: str, history: int, rate: int, seconds: int) -> dic
     """Measure one variant."""
     if variant in CHANGES:
         change_families(CHANGES[variant])
-    memory = MEMORY.get(variant, Memory())
+    buffer_mb = BUFFERS_MB.get(variant, STORE_MEMORY_MB)
     tables = DESIGNS["indexed"]
-    engine = PrefixedEngine(path, tables, one_family=variant == "one family", memory=memory)
+    engine = PrefixedEngine(path, tables, one_family=variant == "one family", buffer_mb=buffer_mb)
     broker = open_broker(engine, "indexed", relaxed=False, background=True)
     retention_ms = int(history / rate * 1000)
     broker.create_queue("orders", done_retention_ms=max(10_000, retention_ms))

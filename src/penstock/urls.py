@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from penstock.store.contract import FullStore
     from penstock.store.sql.store import SqlStore
 
-# Engines and SQL are imported where they are used: a process loads those of its own store, and
-# libraries that are extras are needed by their users alone.
+# Engines, SQL, the client and tracing are imported where they are used: a process loads those that
+# it needs, and libraries that are extras are needed by their users alone.
 
 # The tables of a store, by its design.
 DESIGNS: Final[Mapping[str, Mapping[str, Shape]]] = {
@@ -93,14 +93,12 @@ def open(  # noqa: A001 - penstock.open is the way in
                 f"{url!r:.200} is a server, which has opened its store already: durability, "
                 "dedup_window_ms, background and routing are settings of 'penstock serve'"
             )
-        # Imported here: a process that opens a store of its own needs no client.
         from penstock.client import connect  # noqa: PLC0415
 
         # A client has the verbs of a broker: its user need not know which of the two it is.
         return cast(Broker, connect(str(url), clock=clock, tracing=tracing))
     kind = Broker
     if tracing:
-        # Imported here: it needs an extra.
         from penstock.tracing import traced  # noqa: PLC0415
 
         kind = traced(Broker)
@@ -171,22 +169,17 @@ def open_engine(url: StoreUrl, routing: str | None, *, create: bool) -> tuple[En
         design = url.design or DEFAULT_DESIGN
         return MemoryEngine(DESIGNS[design]), design
     if url.scheme == "rocksdb":
-        from penstock.engines.rocksdb import Memory, RocksEngine  # noqa: PLC0415
+        from penstock.engines.rocksdb import RocksEngine  # noqa: PLC0415
 
         path = Path(url.place)
         design = rocksdb_design(path, url.design, create=create)
-        reserve = url.numbers.get("min_free_bytes")
-        memory = Memory(
-            **{name: url.numbers[name] for name in Memory._fields if name in url.numbers}
-        )
-        tables = DESIGNS[design]
-        return RocksEngine(path, tables, mark=design, min_free_bytes=reserve, memory=memory), design
+        return RocksEngine(path, DESIGNS[design], mark=design, **url.numbers), design
     place = slatedb_place(url)
     from penstock.engines.slatedb import SlateEngine  # noqa: PLC0415
 
     # Opening takes the store from its owner, so reasons not to open it are looked for before.
     design = slatedb_design(place, url, routing, create=create)
-    return SlateEngine(place, DESIGNS[design], flush_ms=url.numbers.get("flush_ms")), design
+    return SlateEngine(place, DESIGNS[design], **url.numbers), design
 
 
 def make_store(engine: Engine, design: str, clock: Clock, routing: str | None = None) -> KvStore:
@@ -209,16 +202,20 @@ def rocksdb_design(path: Path, asked: str | None = None, *, create: bool) -> str
         if not create:
             raise _no_store(path)
         return asked or DEFAULT_DESIGN
+    _check_design(path, found, asked, "; or mend the file PENSTOCK, if that was damaged")
+    return found
+
+
+def _check_design(place: object, found: str, asked: str | None, also: str = "") -> None:
     if found not in DESIGNS:
         raise StoreMismatch(
-            f"{path} holds a store of the design {found!r:.100}, which this version of Penstock "
-            "does not know: use a newer one; or mend the file PENSTOCK, if that was damaged"
+            f"{place} holds a store of the design {found!r:.100}, which this version of Penstock "
+            f"does not know: use a newer one{also}"
         )
     if asked not in {None, found}:
         raise StoreMismatch(
-            f"{path} holds a store of the {found} design, not {asked}: leave ?design= out"
+            f"{place} holds a store of the {found} design, not {asked}: leave ?design= out"
         )
-    return found
 
 
 def slatedb_design(
@@ -229,12 +226,11 @@ def slatedb_design(
 
     if not create and place.kind == "file" and not Path(place.root).is_dir():
         raise _no_store(place)
-    found = peek(place, "default", IDENTITY_KEY)
-    if not found:
-        if not create:
-            raise _no_store(place)
-        return url.design or DEFAULT_SLATEDB_DESIGN
-    return check_identity(str(place), found, url.design, routing).design
+    if found := peek(place, "default", IDENTITY_KEY):
+        return check_identity(str(place), found, url.design, routing).design
+    if not create:
+        raise _no_store(place)
+    return url.design or DEFAULT_SLATEDB_DESIGN
 
 
 def _no_store(place: object) -> StoreMismatch:
@@ -256,15 +252,7 @@ def check_identity(place: str, record: bytes, design: str | None, routing: str |
         raise StoreMismatch(f"{place}: its identity record does not decode: {error}") from error
     if found.format != FORMAT:
         raise StoreMismatch(f"{place} holds a store of {describe_format(found.format)}")
-    if found.design not in DESIGNS:
-        raise StoreMismatch(
-            f"{place} holds a store of the design {found.design!r:.100}, which this version of "
-            "Penstock does not know: use a newer one"
-        )
-    if design is not None and design != found.design:
-        raise StoreMismatch(
-            f"{place} holds a store of the {found.design} design, not {design}: leave ?design= out"
-        )
+    _check_design(place, found.design, design)
     check_routing(place, found.routing, routing)
     return found
 

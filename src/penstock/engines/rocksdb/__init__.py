@@ -23,7 +23,8 @@ import resource
 import shutil
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from weakref import WeakSet
 
 import msgspec
@@ -64,16 +65,11 @@ _ZSTD: Final = (-14, 1, 0, 0)
 _ARENA_BYTES: Final = 256 << 10
 
 
-class Memory(NamedTuple):
-    """How much memory a database may use for rows that are not flushed, and for blocks."""
-
-    write_buffer_mb: int = limits.STORE_MEMORY_MB
-    block_cache_mb: int = limits.STORE_MEMORY_MB
-
-
-def _family_options(tables: Mapping[str, Shape], memory: Memory) -> dict[str, rocks.Options]:
+def _family_options(
+    tables: Mapping[str, Shape], write_buffer_mb: int, block_cache_mb: int
+) -> dict[str, rocks.Options]:
     # One cache for all families: the hottest tables get most of it, and memory has one bound.
-    cache = rocks.Cache(memory.block_cache_mb << 20)
+    cache = rocks.Cache(block_cache_mb << 20)
     columns = {}
     for name, shape in tables.items():
         block_kib, bloom, compressed = _TUNING[shape]
@@ -90,7 +86,7 @@ def _family_options(tables: Mapping[str, Shape], memory: Memory) -> dict[str, ro
         options.set_block_based_table_factory(block)
         # A flush takes all families, and what was deleted before it is not written. So no family
         # of its own causes one: the buffers of all together do.
-        options.set_write_buffer_size(memory.write_buffer_mb << 20)
+        options.set_write_buffer_size(write_buffer_mb << 20)
         options.set_arena_block_size(_ARENA_BYTES)
         options.set_level_compaction_dynamic_level_bytes(True)
         # The same on all levels: RocksDB moves a file down as it is then, unless it overlaps
@@ -104,7 +100,7 @@ def _family_options(tables: Mapping[str, Shape], memory: Memory) -> dict[str, ro
     return columns
 
 
-def _database_options(memory: Memory, *, create: bool) -> rocks.Options:
+def _database_options(write_buffer_mb: int, *, create: bool) -> rocks.Options:
     cores = os.cpu_count() or 2
     options = rocks.Options(raw_mode=True)
     options.create_if_missing(create)
@@ -117,8 +113,8 @@ def _database_options(memory: Memory, *, create: bool) -> rocks.Options:
     options.set_bytes_per_sync(1 << 20)
     options.set_wal_bytes_per_sync(1 << 20)
     # More than the buffers hold: full buffers cause a flush, not a long log.
-    options.set_max_total_wal_size(4 * memory.write_buffer_mb << 20)
-    options.set_db_write_buffer_size(memory.write_buffer_mb << 20)
+    options.set_max_total_wal_size(4 * write_buffer_mb << 20)
+    options.set_db_write_buffer_size(write_buffer_mb << 20)
     # Not all the files that the process may open, if those are few.
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = 0 < allowed < limits.STORE_FILES_SHARE * limits.MAX_STORE_FILES
@@ -132,22 +128,28 @@ def _database_options(memory: Memory, *, create: bool) -> rocks.Options:
 
 def _open(
     path: Path,
-    columns: dict[str, rocks.Options],
-    memory: Memory,
+    tables: Mapping[str, Shape],
     *,
+    write_buffer_mb: int = limits.STORE_MEMORY_MB,
+    block_cache_mb: int = limits.STORE_MEMORY_MB,
+    uncompacted: AbstractSet[str] = frozenset(),
     create: bool = False,
     is_copy: bool = False,
 ) -> rocks.Rdict:
     """Check and open a database; ``is_copy``: for reading only."""
+    columns = _family_options(tables, write_buffer_mb, block_cache_mb)
+    for name in uncompacted & columns.keys():
+        columns[name].set_disable_auto_compactions(True)
     if not create:
         # Imported here: a store that is just made has nothing to check.
         from penstock.engines.rocksdb.check import check_files  # noqa: PLC0415
 
         check_files(path, columns, is_copy=is_copy)
     logs = set(path.glob("LOG.old.*"))
+    options = _database_options(write_buffer_mb, create=create)
     access = rocks.AccessType.read_only() if is_copy else rocks.AccessType.read_write()
     try:
-        return rocks.Rdict(str(path), _database_options(memory, create=create), columns, access)
+        return rocks.Rdict(str(path), options, columns, access)
     except Exception as error:
         text = str(error)
         if any(sign in text for sign in _LOCKED):
@@ -166,8 +168,7 @@ def _open(
 def open_for_reading(path: Path, tables: Mapping[str, Shape]) -> View:
     """Open a store that no process has open; not one byte of the directory changes."""
     with files.reserve(path) as inode:
-        memory = Memory()
-        database = _open(path, _family_options(tables, memory), memory, is_copy=True)
+        database = _open(path, tables, is_copy=True)
     found = {name: RocksTable(database, name, lambda _name: None) for name in tables}
 
     def close() -> None:
@@ -191,14 +192,13 @@ class RocksEngine(Engine):
         *,
         mark: str = "tables",
         min_free_bytes: int | None = None,
-        memory: Memory = Memory(),  # noqa: B008 - it can't be changed
+        write_buffer_mb: int = limits.STORE_MEMORY_MB,
+        block_cache_mb: int = limits.STORE_MEMORY_MB,
     ) -> None:
         """Open the store at ``path``; if there is none, make one with the given mark."""
         self.path = path
-        self._memory = memory
         # Why the engine takes no writes: the very error of the first write that failed.
         self.away: StorageFailed | None = None
-        self._shapes = tables
         self._syncing = threading.Lock()
         self._views: WeakSet[View] = WeakSet()
         self._seconds = SystemClock().seconds
@@ -206,6 +206,9 @@ class RocksEngine(Engine):
         # Whether something was committed since the last sync, and whether a sync has failed.
         self._unsynced = self._sync_failed = False
         self._uncompacted = _damaged_tables(path)
+        self._open_with = partial(
+            _open, path, tables, write_buffer_mb=write_buffer_mb, block_cache_mb=block_cache_mb
+        )
         create = files.read_mark(path, {}) is None
         if create:
             with files.os_errors_as(f"can't make the directory {path}"):
@@ -226,10 +229,7 @@ class RocksEngine(Engine):
             undoing.pop_all()
 
     def _open(self, *, create: bool = False) -> rocks.Rdict:
-        columns = _family_options(self._shapes, self._memory)
-        for name in self._uncompacted & columns.keys():
-            columns[name].set_disable_auto_compactions(True)
-        database = _open(self.path, columns, self._memory, create=create)
+        database = self._open_with(uncompacted=self._uncompacted, create=create)
         files.write_owner(self.path)
         return database
 
