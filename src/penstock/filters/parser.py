@@ -1,15 +1,18 @@
 """Filter text → tokens → tree. The bounds on text, nesting and lists are held here.
 
 The parser takes one parenthesised group at a time, innermost first; a parsed group is an operand
-of the group around it. So the stack stays shallow however deep a filter nests. Within a group the
-operators bind by ``_POWERS``. The syntax of a group is checked before the types of its operands.
+of the group around it. So the stack stays shallow however deep a filter nests. Within a group there
+is a method for each level of operators, from the loosest to the tightest::
+
+    OR · AND · NOT · = <> < <= > >= BETWEEN IN IS LIKE · + - · * / · minus · names and literals
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Final, NamedTuple, NoReturn
+from itertools import chain
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from penstock.errors import InvalidFilter
 from penstock.filters import tree
@@ -23,6 +26,9 @@ from penstock.limits import (
     MAX_FILTER_LITERAL_CHARS,
     MAX_FILTER_NODES,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _ALLOWED: Final = (
     "allowed are = <> < <= > >=, AND, OR, NOT, [NOT] IN (…), [NOT] BETWEEN … AND …, "
@@ -56,26 +62,18 @@ _HINTS: Final = {
     **dict.fromkeys("?:@$", "a filter has no parameters"),
 }
 
-# Operators from the loosest to the tightest; those of one line take their operands from the left.
-# << and >> are in no filter: two signs in a row are refused as one.
-_LEVELS: Final = ("OR", "AND", "= <>", "< <= > >=", "BETWEEN IN IS LIKE NOT", "<< >>", "+ -", "* /")
-_POWERS: Final = {
-    kind: power for power, kinds in enumerate(_LEVELS, start=1) for kind in kinds.split()
-}
-_EQUALITY, _RANGE, _SHIFT, _OPERAND_ONLY = 3, 5, 6, 9
+_COMPARISONS: Final = ("=", "<>", "<", "<=", ">", ">=")
+_RANGES: Final = ("BETWEEN", "IN", "IS", "LIKE")
 
 
 class _Part(NamedTuple):
-    """A token and its place; or an operator with its operands, from the first to the last of them.
+    """A token and its place; or what was parsed, from its first operand to its last."""
 
-    ``start`` is -1 if there is no operand.
-    """
-
-    kind: str  # "operand", a keyword in capitals, the sign itself, "minus" or "misplaced"
+    kind: str  # "operand", "list" (of an IN), a keyword in capitals, or the sign itself
     start: int
     end: int
-    node: tree.Node | None = None  # of an operand; None: a keyword in the place of a name
-    parts: tuple[_Part, ...] = ()
+    node: tree.Node | None = None  # of an operand
+    items: tuple[_Part, ...] = ()  # of a list
 
 
 def parse_text(text: str) -> Filter:
@@ -90,31 +88,18 @@ def parse_text(text: str) -> Filter:
 def _parse_tree(text: str) -> tree.Predicate:
     groups: list[list[_Part]] = [[]]
     opened: list[_Part] = []
-    lists: set[int] = set()  # depths at which the parenthesis is that of an IN list
     for token in _tokenize(text):
-        group = groups[-1]
         if token.kind == "(":
             opened.append(token)
-            if group and group[-1].kind == "IN":
-                lists.add(len(opened))
-                group.append(token)
-            else:
-                groups.append([])
-        elif token.kind == ")" and len(opened) in lists:
-            lists.discard(len(opened))
-            opened.pop()
-            group.append(token)
+            groups.append([])
         elif token.kind == ")":
-            start = opened.pop().start
-            groups.pop()
-            node = _Group(text, group, start, token.end).node()
-            groups[-1].append(_Part("operand", start, token.end, node))
+            group = _Group(text, groups.pop(), opened.pop().start, token.end)
+            is_list = groups[-1] and groups[-1][-1].kind == "IN"
+            groups[-1].append(group.list() if is_list else group.operand())
         else:
-            group.append(token)
-    if opened:
-        _reject(text, opened[-1].start, opened[-1].end, "this '(' is never closed")
+            groups[-1].append(token)
     whole = _Group(text, groups[0], 0, len(text))
-    parsed = whole.as_predicate(whole.node(), 0, len(text))
+    parsed = whole.predicate(whole.operand())
     for count, (_, depth) in enumerate(tree.walk(parsed), start=1):
         if depth > MAX_FILTER_DEPTH:
             _reject(text, 0, len(text), _TOO_DEEP)
@@ -212,17 +197,21 @@ def _number(text: str, start: int, end: int) -> tree.Number:
 
 def _check_sequence(text: str, tokens: list[_Part]) -> None:
     """Hold the bounds, and refuse pairs of tokens for which there is a better hint."""
-    depth = operands = 0
+    opened: list[_Part] = []
+    operands = 0
     before = _Part("", 0, 0)
     for index, token in enumerate(tokens):
-        depth += (token.kind == "(") - (token.kind == ")")
         operands += token.kind == "operand"
         preceding = [each.kind for each in tokens[max(index - 2, 0) : index]]
         following = [each.kind for each in tokens[index : index + 2]]
-        if depth > MAX_FILTER_DEPTH:
+        if token.kind == "(":
+            opened.append(token)
+        if len(opened) > MAX_FILTER_DEPTH:
             _reject(text, token.start, token.end, _TOO_DEEP)
-        if depth < 0:
-            _reject(text, token.start, token.end, "this ')' closes nothing")
+        if token.kind == ")":
+            if not opened:
+                _reject(text, token.start, token.end, "this ')' closes nothing")
+            opened.pop()
         if operands > MAX_FILTER_NODES:
             _reject(text, token.start, token.end, f"more than {MAX_FILTER_NODES} operands")
         if token.kind == "(" and before.kind == "operand":
@@ -238,6 +227,8 @@ def _check_sequence(text: str, tokens: list[_Part]) -> None:
         if token.kind == "NULL" and before.kind != "IS" and preceding != ["IS", "NOT"]:
             _reject(text, token.start, token.end, "nothing equals NULL: write IS NULL, IS NOT NULL")
         before = token
+    if opened:
+        _reject(text, opened[-1].start, opened[-1].end, "this '(' is never closed")
 
 
 # --- tokens → tree --------------------------------------------------------------------------
@@ -252,27 +243,37 @@ class _Group:
         self._start = start
         self._end = end
         self._at = 0
-        self._nested = 0
 
-    def node(self) -> tree.Node:
-        """Return the group's tree: a predicate, or a value if that is all it is."""
+    def operand(self) -> _Part:
+        """Return the group as one operand: a condition, or a value if that is all it is."""
         if not self._tokens:
-            _reject(self._text, self._start, self._end, f"nothing between parentheses; {_ALLOWED}")
-        part = self._expression(1)
-        if part is None or self._at < len(self._tokens):
+            empty = _Part("", self._start, self._end)
+            self._refuse(empty, f"nothing between parentheses; {_ALLOWED}")
+        node = self._or().node
+        if self._at < len(self._tokens):
             self._unexpected()
-        return self._convert(part, 1)
+        return _Part("operand", self._start, self._end, node)
 
-    def as_predicate(self, node: tree.Node, start: int, end: int) -> tree.Predicate:
+    def list(self) -> _Part:
+        """Return the group as the list of an IN; a comma may have nothing before or after."""
+        items = []
+        while self._at < len(self._tokens):
+            if self._kind() != ",":
+                items.append(self._or())
+            if not self._take(",") and self._at < len(self._tokens):
+                self._unexpected()
+        return _Part("list", self._start, self._end, items=tuple(items))
+
+    def predicate(self, part: _Part) -> tree.Predicate:
         """Return a condition; a name or a boolean on its own is one."""
+        node = part.node
         if isinstance(node, tree.Predicate):
             return node
         if not isinstance(node, tree.Attr | tree.Truth):
-            problem = f"this is a value where a condition is needed; {_ALLOWED}"
-            _reject(self._text, start, end, problem)
+            self._refuse(part, f"this is a value where a condition is needed; {_ALLOWED}")
         return tree.Flag(node)
 
-    # --- syntax -----------------------------------------------------------------------------
+    # --- tokens -----------------------------------------------------------------------------
 
     def _kind(self, ahead: int = 0) -> str:
         place = self._at + ahead
@@ -286,207 +287,138 @@ class _Group:
         self._at += 1
         return kind
 
-    def _part(self, kind: str, *parts: _Part | None) -> _Part:
-        """Join an operator and its operands; a missing operand is an error at the next token."""
-        known = tuple(part for part in parts if part is not None)
-        if len(known) < len(parts):
-            self._unexpected()
-        placed = [part for part in known if part.start >= 0]
-        start, end = (placed[0].start, placed[-1].end) if placed else (-1, -1)
-        return _Part(kind, start, end, parts=known)
+    def _unexpected(self) -> NoReturn:
+        """Reject the next token, or the last if there is no next."""
+        found = self._tokens[min(self._at, len(self._tokens) - 1)]
+        problem = "this can't stand here"
+        if found is self._tokens[-1] and found.kind not in ("operand", "list", "NULL"):
+            problem = "something is missing after this"
+        self._refuse(found, f"{problem}; {_ALLOWED}")
 
-    def _expression(self, least: int) -> _Part | None:
-        """Read operators that bind at least this tightly; None if there is not even an operand."""
-        left = self._prefix()
-        most = _OPERAND_ONLY
-        while True:
-            kind, following = self._kind(), self._kind(1)
-            if kind in ("<", ">") and following == kind and least <= _SHIFT <= most:
-                kind += following
-            power = _POWERS.get(kind, 0)
-            if not least <= power <= most:
-                return left
-            if kind == "NOT" and following not in ("BETWEEN", "IN", "IS", "LIKE", "NULL"):
-                return left
-            most = power
-            if power == _RANGE:
-                left = self._range(left)
-                continue
-            self._at += 2 if power == _SHIFT else 1
-            right = self._expression(power + 1)
-            if power in (_EQUALITY, _EQUALITY + 1):
-                left, right = self._no_null_test(left), self._no_null_test(right)
-            left = self._part(kind, left, right)
+    def _refuse(self, part: _Part, problem: str) -> NoReturn:
+        _reject(self._text, part.start, part.end, problem)
 
-    def _no_null_test(self, part: _Part | None) -> _Part | None:
-        """Mark IS [NOT] NULL as an operand that a comparison does not take."""
-        inner = part.parts[0] if part is not None and part.kind == "NOT" else part
-        return self._part("misplaced", part) if inner is not None and inner.kind == "IS" else part
+    # --- operators --------------------------------------------------------------------------
 
-    def _prefix(self) -> _Part | None:
+    def _or(self) -> _Part:
+        return self._chain("OR", tree.Or, self._and)
+
+    def _and(self) -> _Part:
+        return self._chain("AND", tree.And, self._not)
+
+    def _chain(
+        self, kind: str, join: type[tree.And | tree.Or], inner: Callable[[], _Part]
+    ) -> _Part:
+        """Read terms with AND or OR between them; a chain in parentheses is part of this one."""
+        first = last = inner()
+        terms: list[tree.Predicate] = []
+        while self._kind() == kind:
+            terms = terms or [self.predicate(first)]
+            self._at += 1
+            last = inner()
+            terms.append(self.predicate(last))
+        if not terms:
+            return first
+        flat = (term.terms if isinstance(term, join) else (term,) for term in terms)
+        return _Part("operand", first.start, last.end, join(tuple(chain.from_iterable(flat))))
+
+    def _not(self) -> _Part:
         if self._take("NOT"):
-            self._nested += 1
-            if self._nested > MAX_FILTER_DEPTH:
-                _reject(self._text, *self._tokens[self._at - 1][1:3], _TOO_DEEP)
-            negated = self._part("NOT", self._expression(_EQUALITY))
-            self._nested -= 1
-            return negated
-        if self._take("-"):
-            return self._part("minus", self._prefix())
-        return self._operand()
+            part = self._not()
+            return part._replace(node=_negated(self.predicate(part)))
+        return self._comparison()
 
-    def _operand(self) -> _Part | None:
-        if self._take("*", "NULL"):
-            return self._part("misplaced")
-        if self._take("("):  # only after an IN that stands in the place of a name
-            return self._part("misplaced", *self._items())
-        # A keyword may read as a name; it is refused when the syntax of the group is right.
-        if self._take("operand", "ESCAPE", "IN", "IS"):
-            return self._tokens[self._at - 1]._replace(kind="operand")
-        return None
+    def _comparison(self) -> _Part:
+        left = self._sum()
+        while True:
+            negated = self._kind() == "NOT" and self._kind(1) in _RANGES
+            self._at += negated
+            if kind := self._take(*_COMPARISONS):
+                right = self._sum()
+                node = tree.Compare(kind, self._value(left), self._value(right))  # type: ignore[arg-type]
+                left = _Part("operand", left.start, right.end, node)
+            elif kind := self._take(*_RANGES):
+                left = self._range(kind, left)
+                if negated:
+                    left = left._replace(node=_negated(self.predicate(left)))
+            else:
+                return left
 
-    def _items(self) -> list[_Part]:
-        """Read a list up to its closing parenthesis; a comma may have nothing before or after."""
-        items = [self._expression(1)]
-        while self._take(","):
-            items.append(self._expression(1))
-        if not self._take(")"):
-            self._unexpected()
-        return [item for item in items if item is not None]
-
-    def _range(self, left: _Part | None) -> _Part:
-        """Read [NOT] BETWEEN, IN, LIKE or IS NULL, whose left operand is read."""
-        negated = self._take("NOT")
-        kind = self._take("BETWEEN", "IN", "IS", "LIKE", "NULL")
+    def _range(self, kind: str, left: _Part) -> _Part:
+        """Read what follows BETWEEN, IN, LIKE or IS."""
+        operand = self._value(left)
         if kind == "BETWEEN":
-            low = self._expression(_SHIFT)
+            low = self._sum()
             self._take("AND")
-            high = self._expression(_SHIFT)
-            if left is not None and left.kind == "IS":
-                left = self._part("misplaced", left)
-            part = self._part(kind, left, low, high)
-        elif kind == "IN" and self._take("("):
-            part = self._part(kind, left, *self._items())
+            last = self._sum()
+            node: tree.Predicate = tree.Between(operand, self._value(low), self._value(last))
         elif kind == "IN":
-            field = self._operand()
-            part = self._part("misplaced", left, field) if field else self._part(kind, left)
+            if not self._take("list"):
+                problem = f"this is not part of the filter language; {_ALLOWED}"
+                self._refuse(left._replace(end=self._operand().end), problem)
+            items = self._tokens[self._at - 1].items
+            last = items[-1] if items else left
+            if not 1 <= len(items) <= MAX_FILTER_IN_ITEMS:
+                problem = f"an IN list has 1 to {MAX_FILTER_IN_ITEMS} items"
+                self._refuse(left._replace(end=last.end), problem)
+            node = tree.In(operand, tuple(map(self._literal, items)))
         elif kind == "LIKE":
-            part = self._part("NOT LIKE" if negated else kind, left, self._expression(_SHIFT))
+            last = pattern = self._sum()
+            escape = None
             if self._take("ESCAPE"):
-                escape = self._operand() if self._kind() == "operand" else None
-                part = self._part(part.kind, *part.parts, escape)
+                last = self._operand()
+                escape = self._string(last)
+                if len(escape) != 1:
+                    self._refuse(last, "ESCAPE takes one character, as in ESCAPE '!'")
+            node = tree.Like(operand, self._string(pattern), escape)
+            try:
+                compile_like(node.pattern, escape)
+            except PatternError as error:
+                self._refuse(pattern, str(error))
         else:
-            not_null = kind == "IS" and self._take("NOT")
-            if kind == "IS" and not self._take("NULL"):
+            last, node = left, tree.IsNull(operand)
+            if self._take("NOT"):
+                node = tree.Not(node)
+            if not self._take("NULL"):
                 self._unexpected()
-            part = self._part("IS", left)
-            if not_null:
-                part = self._part("NOT", part)
-        if negated and kind != "LIKE":
-            part = self._part("NOT", part)
-        if part.kind.startswith("NOT") and _POWERS.get(self._kind()) == _RANGE:
-            part = self._part("misplaced", part)
-        return part
+        return _Part("operand", left.start, last.end, node)
 
-    def _unexpected(self, token: _Part | None = None) -> NoReturn:
-        """Reject a token: if none is given, the next one, or the last if there is no next."""
-        last = self._tokens[-1]
-        found = token or (self._tokens[self._at] if self._at < len(self._tokens) else last)
-        problem = f"this can't stand here; {_ALLOWED}"
-        if found.start == last.start and last.kind not in ("operand", ")", "NULL"):
-            problem = f"something is missing after this; {_ALLOWED}"
-        _reject(self._text, found.start, found.end, problem)
+    def _sum(self) -> _Part:
+        return self._arithmetic(("+", "-"), self._product)
+
+    def _product(self) -> _Part:
+        return self._arithmetic(("*", "/"), self._signed)
+
+    def _arithmetic(self, signs: tuple[str, str], inner: Callable[[], _Part]) -> _Part:
+        left = inner()
+        while sign := self._take(*signs):
+            right = inner()
+            node = tree.Arith(sign, self._value(left), self._value(right))  # type: ignore[arg-type]
+            left = _Part("operand", left.start, right.end, node)
+        return left
+
+    def _signed(self) -> _Part:
+        if not self._take("-"):
+            return self._operand()
+        part = self._signed()
+        operand = self._value(part, signed=True)
+        if isinstance(operand, tree.Number):
+            return part._replace(node=tree.Number(-operand.value))
+        # A third sign says what the first did: overflow and type are caught by any of them.
+        if isinstance(operand, tree.Neg) and isinstance(operand.operand, tree.Neg):
+            return part._replace(node=operand.operand)
+        return part._replace(node=tree.Neg(operand))
+
+    def _operand(self) -> _Part:
+        if not self._take("operand"):
+            self._unexpected()
+        return self._tokens[self._at - 1]
 
     # --- types ------------------------------------------------------------------------------
 
-    def _convert(self, part: _Part, depth: int) -> tree.Node:
-        if depth > MAX_FILTER_DEPTH:
-            self._refuse(part, _TOO_DEEP)
-        kind, parts = part.kind, part.parts
-        match kind:
-            case "operand":
-                return part.node if part.node is not None else self._unexpected(part)
-            case "AND" | "OR":
-                return self._chain(part, depth)
-            case "NOT":
-                negated = self._predicate(parts[0], depth)
-                return negated.operand if isinstance(negated, tree.Not) else tree.Not(negated)
-            case "=" | "<>" | "<" | "<=" | ">" | ">=":
-                left, right = self._value(parts[0], depth), self._value(parts[1], depth)
-                return tree.Compare(kind, left, right)
-            case "+" | "-" | "*" | "/":
-                left, right = self._value(parts[0], depth), self._value(parts[1], depth)
-                return tree.Arith(kind, left, right)
-            case "minus":
-                return self._minus(parts[0], depth)
-            case "IN":
-                return self._in(part, depth)
-            case "BETWEEN":
-                low, high = self._value(parts[1], depth), self._value(parts[2], depth)
-                return tree.Between(self._value(parts[0], depth), low, high)
-            case "LIKE" | "NOT LIKE":
-                return self._like(part, depth)
-            case "IS":
-                return tree.IsNull(self._value(parts[0], depth))
-        return self._refuse(part, f"this is not part of the filter language; {_ALLOWED}")
-
-    def _chain(self, part: _Part, depth: int) -> tree.Predicate:
-        """Flatten a chain of ANDs or ORs, which hangs on its left side, in a loop."""
-        join = tree.And if part.kind == "AND" else tree.Or
-        terms: list[tree.Predicate] = []
-        rest = part
-        while rest.kind == part.kind:
-            terms.append(self._predicate(rest.parts[1], depth))
-            rest = rest.parts[0]
-        terms.append(self._predicate(rest, depth))
-        flat = (term.terms if isinstance(term, join) else (term,) for term in reversed(terms))
-        return join(tuple(term for some in flat for term in some))
-
-    def _minus(self, part: _Part, depth: int) -> tree.ValueNode:
-        operand = self._value(part, depth, signed=True)
-        if isinstance(operand, tree.Number):
-            return tree.Number(-operand.value)
-        # A third sign says what the first did: overflow and type are caught by any of them.
-        if isinstance(operand, tree.Neg) and isinstance(operand.operand, tree.Neg):
-            return operand.operand
-        return tree.Neg(operand)
-
-    def _in(self, part: _Part, depth: int) -> tree.Predicate:
-        items: list[tree.LiteralNode] = []
-        for item in part.parts[1:]:
-            value = self._value(item, depth)
-            if not isinstance(value, tree.LiteralNode):
-                self._refuse(item, "an IN list holds only strings, numbers, TRUE and FALSE")
-            items.append(value)
-        if not 1 <= len(items) <= MAX_FILTER_IN_ITEMS:
-            self._refuse(part, f"an IN list has 1 to {MAX_FILTER_IN_ITEMS} items")
-        return tree.In(self._value(part.parts[0], depth), tuple(items))
-
-    def _like(self, part: _Part, depth: int) -> tree.Predicate:
-        operand, pattern_part, *escapes = part.parts
-        escape = self._string(escapes[0], depth) if escapes else None
-        if escape is not None and len(escape) != 1:
-            self._refuse(escapes[0], "ESCAPE takes one character, as in ESCAPE '!'")
-        pattern = self._string(pattern_part, depth)
-        try:
-            compile_like(pattern, escape)
-        except PatternError as error:
-            self._refuse(pattern_part, str(error))
-        node = tree.Like(self._value(operand, depth), pattern, escape)
-        return tree.Not(node) if part.kind == "NOT LIKE" else node
-
-    def _string(self, part: _Part, depth: int) -> str:
-        node = self._convert(part, depth + 1)
-        if not isinstance(node, tree.Text):
-            self._refuse(part, "LIKE and ESCAPE take a string, as in LIKE 'b%'")
-        return node.value
-
-    def _predicate(self, part: _Part, depth: int) -> tree.Predicate:
-        return self.as_predicate(self._convert(part, depth + 1), *self._span(part))
-
-    def _value(self, part: _Part, depth: int, *, signed: bool = False) -> tree.ValueNode:
-        node = self._convert(part, depth + 1)
-        if isinstance(node, tree.Predicate):
+    def _value(self, part: _Part, *, signed: bool = False) -> tree.ValueNode:
+        node = part.node
+        if node is None or isinstance(node, tree.Predicate):
             problem = "this is a condition where a value is needed: join them with AND, OR"
             self._refuse(part, problem)
         match node:
@@ -494,8 +426,17 @@ class _Group:
                 self._refuse(part, _TOO_LARGE)
         return node
 
-    def _span(self, part: _Part) -> tuple[int, int]:
-        return (self._start, self._end) if part.start < 0 else (part.start, part.end)
+    def _literal(self, part: _Part) -> tree.LiteralNode:
+        value = self._value(part)
+        if not isinstance(value, tree.LiteralNode):
+            self._refuse(part, "an IN list holds only strings, numbers, TRUE and FALSE")
+        return value
 
-    def _refuse(self, part: _Part, problem: str) -> NoReturn:
-        _reject(self._text, *self._span(part), problem)
+    def _string(self, part: _Part) -> str:
+        if not isinstance(part.node, tree.Text):
+            self._refuse(part, "LIKE and ESCAPE take a string, as in LIKE 'b%'")
+        return part.node.value
+
+
+def _negated(node: tree.Predicate) -> tree.Predicate:
+    return node.operand if isinstance(node, tree.Not) else tree.Not(node)
