@@ -104,7 +104,7 @@ class Broker(BrokerBase):
         self._store = store
         self._clock = clock
         self._checkpoint = checkpoint
-        self._restored = []
+        self._restoring = threading.Lock()
         self.routed_batches = deque(maxlen=SHOWN_BATCHES)
         self._router = Router(store, dedup_window_ms)
         self._consumers: WeakSet[Consumer] = WeakSet()

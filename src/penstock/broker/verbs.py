@@ -33,6 +33,7 @@ from penstock.validation import (
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from threading import Lock
 
     from penstock.broker.durability import Durability, OnDurable
     from penstock.broker.requests import Check, Joint, RequestRunner
@@ -169,8 +170,8 @@ class BrokerBase(StoreReader):
     _clock: Clock
     _router: Router
     _runner: Runner
-    # Messages restored since each collection that is under way has looked.
-    _restored: list[set[int]]
+    # Held by a restore, and by a collection.
+    _restoring: Lock
     # The last batches that a pipeline has assigned through this broker, the newest first.
     routed_batches: deque[RoutedBatch]
 
@@ -379,53 +380,33 @@ class BrokerBase(StoreReader):
 
         def step(at: int, now_ms: int) -> Filled:
             rest = [each for each in records if each[0].message_id >= at]
-            done = self._store.fill(queue, at, end, now_ms, filter_text=text, records=rest)
-            for restored in self._restored:
-                restored.update(each.message_id for each, _ in rest if each.message_id < done.next)
-            return done
+            return self._store.fill(queue, at, end, now_ms, filter_text=text, records=rest)
 
-        return self._fill(begin, end, step)
+        with self._restoring:
+            return self._fill(begin, end, step)
 
     def collect(self, message_ids: Iterable[int], *, dry_run: bool = True) -> Collected:
         """Delete payloads that the log has let go of and no queue holds; by default only count.
 
-        Every queue is read for it, from a snapshot: others go on meanwhile.
+        Every queue is read for it, from a snapshot: others go on meanwhile, but for restores.
         """
         ids = check_ids(list(message_ids))
-        # Only a restore can make a queue hold a candidate that nothing holds now: with the messages
-        # restored since, the snapshot is enough.
-        restored: set[int] = set()
-
-        def pin(now_ms: int) -> tuple[set[int], PinnedStore | None]:
-            log = self._store.log_stats()
-            # A message that no queue holds now never will be held: it would come from the log.
-            gone = min(log.earliest, log.routed_up_to)
-            candidates = {message_id for message_id in ids if message_id < gone}
-            if candidates:
-                self._restored.append(restored)
-            return candidates, self._store.pin(now_ms, marks=False) if candidates else None
-
-        def drop(now_ms: int) -> Collected:
-            unheld = [each for each in chunk if each not in restored]
-            return self._store.collect(unheld, now_ms, dry_run=dry_run)
-
-        def forget(_: int) -> None:
-            # Sets that are equal are not the same.
-            self._restored = [each for each in self._restored if each is not restored]
-
-        candidates, pinned = self._look(pin)
         messages = size = 0
-        if pinned is None:
-            return Collected(0, 0)
-        try:
-            with pinned:
-                free = sorted(candidates - pinned.referenced(candidates))
+        # Only a restore can make a queue hold a message that nothing holds now: it would have to
+        # come from the log.
+        with self._restoring:
+            log = self.log_stats()
+            gone = {each for each in ids if each < min(log.earliest, log.routed_up_to)}
+            if gone:
+                with self.view(marks=False) as pinned:
+                    gone -= pinned.referenced(gone)
+            free = sorted(gone)
             for start in range(0, len(free), limits.MAX_COLLECT_CHUNK):
                 chunk = free[start : start + limits.MAX_COLLECT_CHUNK]
-                freed = self._runner.apply_step(drop)
+                freed = self._runner.apply_step(
+                    partial(self._store.collect, chunk, dry_run=dry_run)
+                )
                 messages, size = messages + freed.freed_messages, size + freed.freed_bytes
-        finally:
-            self._look(forget)
         return Collected(messages, size)
 
     # --- for a server ---------------------------------------------------------------------
