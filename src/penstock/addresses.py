@@ -40,8 +40,20 @@ _ALERTS: Final = {
 _GIVE_ONE: Final = (
     "give one by cert=FILE and key=FILE in the URL, or PENSTOCK_CERT and PENSTOCK_KEY"
 )
-# X509 codes: expired; not valid yet; for another name; for another address.
-_EXPIRED, _NOT_YET, _OTHER_NAMES = 10, 9, {62, 64}
+# X509 codes of certificates that are not accepted: what is the matter, and what to do.
+_OTHER_HOST: Final = (
+    "is for another host ({0}): connect by a name that the certificate has, or have one issued for "
+    "this name"
+)
+_FAULTS: Final = {
+    9: "is not valid yet: compare the clocks of both machines",
+    10: "has expired: renew it on the server, and send the server SIGHUP",
+    62: _OTHER_HOST,
+    64: _OTHER_HOST,
+}
+_NOT_TRUSTED: Final = (
+    "is not trusted: name the file of its CA by ca=FILE in the URL, or PENSTOCK_CA ({0})"
+)
 
 
 class Address(NamedTuple):
@@ -159,20 +171,8 @@ def closed_after_handshake(where: str) -> str:
 def tls_failure(where: str, error: ssl.SSLError, plain: str = "penstock") -> str:
     """Describe why there is no TLS with a server, and what to try, as far as the error tells."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        code, about = error.verify_code, f"the certificate of {where}"
-        if code == _EXPIRED:
-            return f"{about} has expired: renew it on the server, and send the server SIGHUP"
-        if code == _NOT_YET:
-            return f"{about} is not valid yet: compare the clocks of both machines"
-        if code in _OTHER_NAMES:
-            return (
-                f"{about} is for another host ({error.verify_message}): connect by a name that the "
-                "certificate has, or have one issued for this name"
-            )
-        return (
-            f"{about} is not trusted: name the file of its CA by ca=FILE in the URL, or "
-            f"PENSTOCK_CA ({error.verify_message})"
-        )
+        fault = _FAULTS.get(error.verify_code, _NOT_TRUSTED)
+        return f"the certificate of {where} {fault.format(error.verify_message)}"
     if error.reason == "WRONG_VERSION_NUMBER":
         return f"{where} does not speak TLS: connect to {plain}://{where} ({error})"
     for name, said in _ALERTS.items():

@@ -118,14 +118,6 @@ TRANSITIONS: Final[Mapping[tuple[State | None, Event], State | None]] = {
 }
 
 
-def next_state(state: State | None, event: Event) -> State | None:
-    """Return where ``event`` takes a message, or raise ``ValueError`` if it can't happen there."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise ValueError(f"{event.value} can't happen to a message that is {state}") from None
-
-
 class Message(msgspec.Struct, frozen=True, gc=False):
     """A payload with its attributes, as a producer publishes it.
 

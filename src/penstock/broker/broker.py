@@ -441,7 +441,14 @@ class Broker(BrokerBase):
         checked = check_states(states)
         check_optional(limit, "limit", 1, limits.MAX_OFFSET)
         if message_ids is not None:
-            return self._purge_failed(queue, checked, check_ids(list(message_ids)))
+            if checked != [State.FAILED]:
+                problem = "only failed messages can be purged by their ids: states=['failed']"
+                raise InvalidInput(problem)
+            ids = check_ids(list(message_ids))
+            self.queue(queue)
+            remove = partial(self._store.purge, queue, checked)
+            steps = [partial(remove, message_ids=part) for part in _steps(ids)]
+            return sum(map(self._runner.apply_step, steps))
         stats = self.stats(queue)
         # Messages that come into the queue meanwhile must not keep this going for ever.
         depth = sum(getattr(stats, state.value) for state in set(checked))
@@ -453,15 +460,6 @@ class Broker(BrokerBase):
             removed += one
             if one < room or removed >= most:
                 return removed
-
-    def _purge_failed(self, queue: str, states: list[State], ids: list[int]) -> int:
-        if states != [State.FAILED]:
-            raise InvalidInput("only failed messages can be purged by their ids: states=['failed']")
-        self.queue(queue)
-        remove = partial(self._store.purge, queue, states)
-        return sum(
-            self._runner.apply_step(partial(remove, message_ids=part)) for part in _steps(ids)
-        )
 
     def trim(
         self, queue: str, *, state: State | str, before: int, created_at_ms: int | None = None
@@ -476,11 +474,9 @@ class Broker(BrokerBase):
             raise InvalidInput(f"only done and failed messages can be trimmed, not {checked}")
         check_count(before, "before", 0, limits.MAX_OFFSET)
         check_optional(created_at_ms, "created_at_ms", 0, limits.MAX_OFFSET)
-        limited = partial(
-            self._store.purge, limit=MASS_STEP, before=before, created_at_ms=created_at_ms
-        )
+        step = partial(self._store.purge, queue, [checked], limit=MASS_STEP, before=before)
         removed = 0
-        while one := self._runner.apply_step(lambda now_ms: limited(queue, [checked], now_ms)):
+        while one := self._runner.apply_step(partial(step, created_at_ms=created_at_ms)):
             removed += one
         return removed
 
@@ -489,11 +485,9 @@ class Broker(BrokerBase):
 
         Nobody else is let in meanwhile. A store that is sound is not written to.
         """
-
-        def check(now_ms: int) -> AuditReport:
-            return self._store.audit(repair=repair, now_ms=now_ms)
-
-        return self._runner.apply(check, durable=repair)
+        return self._runner.apply(
+            lambda now_ms: self._store.audit(repair=repair, now_ms=now_ms), durable=repair
+        )
 
     def checkpoint(self, path: Path) -> None:
         """Copy the store as it is into a directory that is not there yet; see ``penstock backup``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -36,21 +36,12 @@ if TYPE_CHECKING:
     from penstock.model import Explanation
     from penstock.store.contract import FullStore
 
-T = TypeVar("T")
-
 # Setting of a queue: the messages that it is about.
 _RETENTIONS: Final = {
     "done_retention_ms": "done",
     "failed_retention_ms": "failed",
     "unclaimed_retention_ms": "unclaimed",
 }
-
-
-class Look(Protocol):
-    """Reads a store, told the time, while nobody else is let in."""
-
-    def __call__(self, read: Callable[[int], T], /) -> T:
-        """Return the result of ``read``."""
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -97,7 +88,7 @@ def row_of(message: Entry | LogRecord) -> Row:
 
 
 def explain_message(
-    look: Look,
+    look: Callable[[Callable[[int], Any]], Any],
     store: FullStore,
     takers: Callable[[Row], list[str]],
     queue: str,
@@ -106,7 +97,8 @@ def explain_message(
 ) -> MessageExplanation:
     """Ask a store for the facts, and explain them; others are let in between two queues.
 
-    ``may_see`` says of a queue, or (None) of the log, whether it may be told of.
+    ``look`` reads the store, told the time, while nobody else is let in. ``may_see`` says of a
+    queue, or (None) of the log, whether it may be told of.
     """
     facts = look(partial(_read_queue, store, queue, message_id, reads_log=may_see(None)))
     specs = {each.spec.name: each.spec for each in look(lambda _: store.queues())}

@@ -145,7 +145,7 @@ class Engine(ABC):
 
         Hard links share files that do not change, where the file system can.
         """
-        raise InvalidInput(f"this store can't be copied to {path} as a directory of files")
+        raise InvalidInput(f"a store in memory can't be copied to {path}")
 
     def on_lost(self, told: Callable[[PenstockError], None]) -> None:  # noqa: B027
         """Call back, once and from a thread of its own, if the database is lost to this process.

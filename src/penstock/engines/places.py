@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock.clock import SystemClock
 from penstock.engines.disk import sync_path
@@ -26,22 +26,6 @@ _BUCKET: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/\s]
 _TRUE: Final = {"true", "1", "yes", "on"}
 # Of a file that is being written; nobody lists it.
 _PART: Final = ".part-"
-
-
-class Place(Protocol):
-    """Files by name; folders of a name are parted by slashes."""
-
-    def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the sizes of all files below a folder, by name; none if it is not there."""
-
-    def read(self, name: str) -> Iterator[bytes]:
-        """Give the bytes of a file, in pieces."""
-
-    def write(self, name: str, source: BinaryIO) -> None:
-        """Write a file, which is on stable storage then; one of that name is replaced."""
-
-    def delete(self, name: str) -> None:
-        """Remove a file; one that is not there is no error."""
 
 
 def place_at(text: str) -> Place:
@@ -65,7 +49,10 @@ def _told(what: str) -> Iterator[None]:
 
 
 class Directory:
-    """The files below a directory, which is made when the first is written."""
+    """The files below a directory, which is made when the first is written.
+
+    Folders of a name are parted by slashes.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -114,7 +101,7 @@ class Directory:
 
 
 class Bucket:
-    """The objects of an S3 bucket below a prefix."""
+    """The same verbs on the objects of an S3 bucket below a prefix."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
         with needs_extra("flight", "a place on S3"):
@@ -163,6 +150,9 @@ class Bucket:
         """Remove a file; one that is not there is no error."""
         with _told(f"can't remove {self}/{name}"), contextlib.suppress(FileNotFoundError):
             self._files.delete_file(f"{self._root}/{name}")
+
+
+Place: TypeAlias = Directory | Bucket
 
 
 def _access(environment: Mapping[str, str]) -> dict[str, Any]:
