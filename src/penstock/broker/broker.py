@@ -56,7 +56,6 @@ from penstock.validation import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from prometheus_client import CollectorRegistry
 
@@ -114,12 +113,7 @@ class Broker(BrokerBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             self.close()
         except StorageFailed as failure:

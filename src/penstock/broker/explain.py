@@ -15,7 +15,7 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import QueueNotFound, StoreDamaged
-from penstock.filters import Row, explain, parse
+from penstock.filters import Matcher, Row, explain, parse
 from penstock.model import (
     Attempt,
     Cause,
@@ -90,7 +90,6 @@ def row_of(message: Entry | LogRecord) -> Row:
 def explain_message(
     look: Callable[[Callable[[int], Any]], Any],
     store: FullStore,
-    takers: Callable[[Row], list[str]],
     queue: str,
     message_id: int,
     may_see: Callable[[str | None], bool] = lambda _: True,
@@ -101,10 +100,12 @@ def explain_message(
     queue, or (None) of the log, whether it may be told of.
     """
     facts = look(partial(_read_queue, store, queue, message_id, reads_log=may_see(None)))
-    specs = {each.spec.name: each.spec for each in look(lambda _: store.queues())}
-    specs = {name: spec for name, spec in specs.items() if may_see(name)}
+    live = look(lambda _: store.queues())
+    specs = {each.spec.name: each.spec for each in live if may_see(each.spec.name)}
+    filters = {each.spec.name: parse(each.filter) for each in live if each.filter is not None}
+    matcher = Matcher(filters)
     if facts.row is not None:
-        facts.takers = takers(facts.row)
+        facts.takers = matcher.match([facts.row])[0]
     names = likely_queues(queue, facts.takers, specs)
     facts.looked, facts.queues = min(len(names), limits.MAX_PLACES), len(names)
     found = {}
@@ -117,7 +118,7 @@ def explain_message(
     facts.elsewhere = {name: entry.state for name, entry in found.items()}
     if facts.row is None and found:
         facts.row = row_of(next(iter(found.values())))
-        facts.takers = takers(facts.row)
+        facts.takers = matcher.match([facts.row])[0]
     return explain_facts(facts)
 
 

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -299,10 +299,7 @@ class Runner:
 
     def note_error(self) -> None:
         """Look whether the store is away, after an error; called inside a change."""
-        if self._parallel:
-            with self._lock:
-                self._note_error()
-        else:
+        with self._lock if self._parallel else nullcontext():
             self._note_error()
 
     def _note_error(self) -> None:

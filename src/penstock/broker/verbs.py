@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from penstock import limits
 from penstock.errors import InvalidInput
-from penstock.filters import Matcher, parse
 from penstock.model import Backfilled, BackfillPlan, Collected, State, StoreInfo
 from penstock.validation import (
     check_archived,
@@ -127,13 +126,7 @@ class StoreReader(ABC):
         from penstock.broker.explain import explain_message  # noqa: PLC0415
 
         check_ids([message_id])
-        return explain_message(self._look, self._store, self._takers, queue, message_id)
-
-    def _takers(self, row: RowTuple) -> list[str]:
-        """Return the queues whose filters would take a message now."""
-        live = self._look(lambda _: self._store.queues())
-        filters = {each.spec.name: parse(each.filter) for each in live if each.filter is not None}
-        return Matcher(filters).match([row])[0]
+        return explain_message(self._look, self._store, queue, message_id)
 
     def stats(self, queue: str) -> QueueStats:
         """Return a queue's depth by state, oldest age and totals."""
@@ -542,4 +535,4 @@ class BrokerBase(StoreReader):
         from penstock.broker.explain import explain_message  # noqa: PLC0415
 
         check_ids([message_id])
-        return explain_message(self._look, self._store, self.takers, queue, message_id, may_see)
+        return explain_message(self._look, self._store, queue, message_id, may_see)
