@@ -243,66 +243,44 @@ class _Bytes(ctypes.Structure):
     _fields_ = (("len", ctypes.c_int32), ("data", ctypes.c_char_p))
 
 
-class _Filler:
-    """Puts rows into a batch by the library's C functions.
+_LIBRARY: Final = ctypes.CDLL(binding._UniffiLib._name)  # noqa: SLF001
+_Buffer: Final = binding._UniffiRustBuffer  # noqa: SLF001
+_Status: Final = binding._UniffiRustCallStatus  # noqa: SLF001
 
-    The binding's own methods do the same at four times the cost: most of a commit is this.
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    found = _LIBRARY[name]
+    found.argtypes, found.restype = (*arguments, ctypes.POINTER(_Status)), result
+    return found
+
+
+_METHOD: Final = "uniffi_slatedb_uniffi_fn_method_writebatch"
+_HANDLE: Final = ctypes.c_uint64
+_clone: Final = _function("uniffi_slatedb_uniffi_fn_clone_writebatch", _HANDLE, _HANDLE)
+_buffer: Final = _function("ffi_slatedb_uniffi_rustbuffer_from_bytes", _Buffer, _Bytes)
+_put: Final = _function(f"{_METHOD}_put", None, _HANDLE, _Buffer, _Buffer)
+_delete: Final = _function(f"{_METHOD}_delete", None, _HANDLE, _Buffer)
+
+
+def make_batch(rows: Iterable[tuple[bytes, bytes | None]]) -> WriteBatch:
+    """Make a batch of rows; None for a value deletes.
+
+    By the library's C functions: the binding's own methods do the same at ten times the cost, and
+    most of a commit is this.
     """
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(binding._UniffiLib._name)  # noqa: SLF001
-        prefix = "uniffi_slatedb_uniffi_fn_"
-        buffer, status = binding._UniffiRustBuffer, binding._UniffiRustCallStatus  # noqa: SLF001
-        outcome = ctypes.POINTER(status)
-        handle = ctypes.c_uint64
-
-        def function(name: str, result: Any, *arguments: Any) -> Any:
-            found = library[name]
-            found.argtypes, found.restype = (*arguments, outcome), result
-            return found
-
-        self._status = status.default
-        self._clone = function(f"{prefix}clone_writebatch", handle, handle)
-        self._buffer = function("ffi_slatedb_uniffi_rustbuffer_from_bytes", buffer, _Bytes)
-        self._put = function(f"{prefix}method_writebatch_put", None, handle, buffer, buffer)
-        self._delete = function(f"{prefix}method_writebatch_delete", None, handle, buffer)
-
-    def fill(self, batch: WriteBatch, rows: Iterable[tuple[bytes, bytes | None]]) -> None:
-        """Put rows; None for a value deletes."""
-        status = self._status()
-        outcome = ctypes.byref(status)
-        handle, clone, buffer = batch._handle, self._clone, self._buffer  # noqa: SLF001
-        for key, value in rows:
-            size = len(key)
-            key_buffer = buffer(_Bytes(size + 4, size.to_bytes(4, "big") + key), outcome)
-            if value is None:
-                self._delete(clone(handle, outcome), key_buffer, outcome)
-            else:
-                size = len(value)
-                value_buffer = buffer(_Bytes(size + 4, size.to_bytes(4, "big") + value), outcome)
-                self._put(clone(handle, outcome), key_buffer, value_buffer, outcome)
-            if status.code:
-                raise RuntimeError(f"SlateDB refused a row (code {status.code})")
-
-
-try:
-    FILLER: _Filler | None = _Filler()
-except AttributeError:
-    # Another version of the binding: its own methods do.
-    FILLER = None
-
-
-def make_batch(
-    rows: Iterable[tuple[bytes, bytes | None]], filler: _Filler | None = FILLER
-) -> WriteBatch:
-    """Make a batch of rows; None for a value deletes."""
     batch = WriteBatch()
-    if filler is not None:
-        filler.fill(batch, rows)
-        return batch
+    handle = batch._handle  # noqa: SLF001
+    status = _Status.default()
+    outcome = ctypes.byref(status)
     for key, value in rows:
+        size = len(key)
+        key_buffer = _buffer(_Bytes(size + 4, size.to_bytes(4, "big") + key), outcome)
         if value is None:
-            batch.delete(key)
+            _delete(_clone(handle, outcome), key_buffer, outcome)
         else:
-            batch.put(key, value)
+            size = len(value)
+            value_buffer = _buffer(_Bytes(size + 4, size.to_bytes(4, "big") + value), outcome)
+            _put(_clone(handle, outcome), key_buffer, value_buffer, outcome)
+        if status.code:
+            raise RuntimeError(f"SlateDB refused a row (code {status.code})")
     return batch
