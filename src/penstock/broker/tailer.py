@@ -63,49 +63,6 @@ class RoutedLog(Protocol):
         """Fence every pipeline that took an epoch before."""
 
 
-class _Router:
-    """Reads pages of the log, matches and assigns them; keeps the compiled filters."""
-
-    def __init__(self, broker: RoutedLog) -> None:
-        self._broker = broker
-        self._matcher: Matcher[str] = Matcher()
-        self._matched_by: Mapping[str, str] = {}
-
-    def route(self, stats: LogStats, limit: int, epoch: int | None = None) -> int:
-        """Route up to about ``limit`` messages of each log; return how many were read.
-
-        Messages that came in after ``stats`` are for the next call, or this one might never end.
-        """
-        left = dict.fromkeys(stats.cursors, limit)
-        logs = [number for number, cursor in stats.cursors.items() if cursor < stats.end]
-        moved = True
-        while logs and moved:
-            moved, held_up = False, []
-            for number in logs:
-                while left[number] > 0:
-                    page = self._broker.read_log(number, limit=left[number])
-                    if page.cursor.begin >= stats.end:
-                        break
-                    if page.cursor.begin >= page.cursor.end:
-                        # The number of logs changes here: the others are to come so far first.
-                        held_up.append(number)
-                        break
-                    self._assign(page, epoch)
-                    moved = True
-                    left[number] -= len(page.records)
-            logs = held_up
-        return sum(limit - each for each in left.values())
-
-    def _assign(self, page: LogPage, epoch: int | None) -> None:
-        if page.filters != self._matched_by:
-            self._matched_by = page.filters
-            self._matcher = Matcher({name: parse(text) for name, text in page.filters.items()})
-        found = match_page(page, self._matcher)
-        done = self._broker.assign(page.log, page.cursor, found, epoch=epoch)
-        if done.status is AssignStatus.FENCED:
-            _check_alone(self._broker.log_stats(), epoch)
-
-
 def _check_alone(stats: LogStats, epoch: int | None) -> None:
     """Refuse to go on with a log that somebody else routes by now."""
     check_pipeline(stats.routing)
@@ -115,18 +72,6 @@ def _check_alone(stats: LogStats, epoch: int | None) -> None:
             f"epoch is {stats.epoch}, this one has {epoch}. Only the one that was started last "
             "routes; everything that this one had routed stays as it is"
         )
-
-
-def route_once(broker: RoutedLog, *, limit: int = 10_000) -> int:
-    """Route what the logs hold, up to about ``limit`` messages of each; return how many were read.
-
-    Safe to call at any time, from any number of threads at once: what was routed before is not
-    routed again.
-    """
-    check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
-    stats = broker.log_stats()
-    check_pipeline(stats.routing)
-    return _Router(broker).route(stats, limit)
 
 
 class Tailer:
@@ -150,7 +95,9 @@ class Tailer:
         self._limit = check_count(limit, "limit", 1, limits.MAX_LOG_LIMIT)
         self._poll_ms = check_count(poll_ms, "poll_ms", 1)
         self._progress = progress
-        self._router = _Router(broker)
+        # The filters of the last page, compiled.
+        self._matcher: Matcher[str] = Matcher()
+        self._matched_by: Mapping[str, str] = {}
         self._is_stopped = False
         # A handler of signals may put into it at any moment, also in the middle of a wait.
         self._stops: SimpleQueue[None] = SimpleQueue()
@@ -171,7 +118,7 @@ class Tailer:
                 if epoch is None:
                     epoch = self._broker.take_epoch()
                     log.info("routing from offset %d on, as epoch %d", stats.routed_up_to, epoch)
-                count = self._router.route(stats, self._limit, epoch)
+                count = self.route(stats, epoch)
             except PenstockError as error:
                 if not self._may_pass(error):
                     raise
@@ -186,6 +133,40 @@ class Tailer:
             if not count:
                 self._pause(self._poll_ms)
         return read
+
+    def route(self, stats: LogStats, epoch: int | None = None) -> int:
+        """Route what the logs held when they had these stats; return how many messages were read.
+
+        Messages that came in after ``stats`` are for the next call, or this one might never end.
+        """
+        left = dict.fromkeys(stats.cursors, self._limit)
+        logs = [number for number, cursor in stats.cursors.items() if cursor < stats.end]
+        moved = True
+        while logs and moved:
+            moved, held_up = False, []
+            for number in logs:
+                while left[number] > 0:
+                    page = self._broker.read_log(number, limit=left[number])
+                    if page.cursor.begin >= stats.end:
+                        break
+                    if page.cursor.begin >= page.cursor.end:
+                        # The number of logs changes here: the others are to come so far first.
+                        held_up.append(number)
+                        break
+                    self._assign(page, epoch)
+                    moved = True
+                    left[number] -= len(page.records)
+            logs = held_up
+        return sum(self._limit - each for each in left.values())
+
+    def _assign(self, page: LogPage, epoch: int | None) -> None:
+        if page.filters != self._matched_by:
+            self._matched_by = page.filters
+            self._matcher = Matcher({name: parse(text) for name, text in page.filters.items()})
+        found = match_page(page, self._matcher)
+        done = self._broker.assign(page.log, page.cursor, found, epoch=epoch)
+        if done.status is AssignStatus.FENCED:
+            _check_alone(self._broker.log_stats(), epoch)
 
     def stop(self) -> None:
         """Let :meth:`run` return after the step that it is at; from any thread or handler."""
@@ -204,3 +185,15 @@ class Tailer:
         return isinstance(error, StorageFailed) and not isinstance(
             error, StoreDamaged | StoreFenced
         )
+
+
+def route_once(broker: RoutedLog, *, limit: int = 10_000) -> int:
+    """Route what the logs hold, up to about ``limit`` messages of each; return how many were read.
+
+    Safe to call at any time, from any number of threads at once: what was routed before is not
+    routed again.
+    """
+    tailer = Tailer(broker, limit=limit)
+    stats = broker.log_stats()
+    check_pipeline(stats.routing)
+    return tailer.route(stats)

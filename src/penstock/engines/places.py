@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock.clock import SystemClock
 from penstock.engines.disk import sync_path
-from penstock.errors import InvalidInput, StorageFailed, needs_extra
+from penstock.errors import InvalidInput, InvalidUrl, StorageFailed, needs_extra
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import BinaryIO
 
 _CHUNK: Final = 4 << 20
-_BUCKET: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/\s]+)*)/?")
+BUCKET_NAME: Final = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"
+_BUCKET: Final = re.compile(rf"s3://({BUCKET_NAME})((?:/[^/\s]+)*)/?")
 _TRUE: Final = {"true", "1", "yes", "on"}
 # Of a file that is being written; nobody lists it.
 _PART: Final = ".part-"
@@ -155,17 +156,21 @@ class Bucket:
 Place: TypeAlias = Directory | Bucket
 
 
-def _access(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return pyarrow's parameters; credentials it finds itself."""
+def endpoint_of(environment: Mapping[str, str]) -> str:
+    """Return the endpoint of S3, empty for Amazon's; refuse one without TLS that is not allowed."""
     endpoint = environment.get("AWS_ENDPOINT_URL", "")
-    if (
-        endpoint.startswith("http://")
-        and environment.get("AWS_ALLOW_HTTP", "").lower() not in _TRUE
-    ):
-        raise InvalidInput(
+    allowed = environment.get("AWS_ALLOW_HTTP", "").lower() in _TRUE
+    if endpoint.startswith("http://") and not allowed:
+        raise InvalidUrl(
             f"AWS_ENDPOINT_URL is {endpoint!r:.200}: set AWS_ALLOW_HTTP=true to send credentials "
             "and messages without TLS"
         )
+    return endpoint
+
+
+def _access(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return pyarrow's parameters; credentials it finds itself."""
+    endpoint = endpoint_of(environment)
     access: dict[str, Any] = {"background_writes": False}
     if endpoint:
         scheme, _, host = endpoint.partition("://")

@@ -31,6 +31,7 @@ from slatedb.uniffi import (
 from slatedb.uniffi import slatedb as binding
 
 from penstock.engines import damage_text
+from penstock.engines.places import BUCKET_NAME, endpoint_of
 from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreFenced
 
 if TYPE_CHECKING:
@@ -40,10 +41,8 @@ T = TypeVar("T")
 
 # Words of the library for a location that holds no database yet.
 NO_DATABASE: Final = "failed to find latest transactional object"
-_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 # SlateDB's own folders: a directory without any of them holds something else.
 _FOLDERS: Final = frozenset({"manifest", "wal", "compacted", "compactions", "gc"})
-_TRUE: Final = {"true", "1", "yes", "on"}
 
 
 class SlateLocation(NamedTuple):
@@ -97,19 +96,13 @@ def parse_location(scheme: str, rest: str, environment: Mapping[str, str]) -> Sl
             )
         return SlateLocation("file", root, "")
     bucket, prefix = authority, unquote(path).strip("/")
-    if not rest.startswith("//") or not _BUCKET.fullmatch(bucket):
+    if not rest.startswith("//") or not re.fullmatch(BUCKET_NAME, bucket):
         raise InvalidUrl(
             f"slatedb+s3://BUCKET/PREFIX needs the name of a bucket, got {bucket!r:.100}"
         )
     if any(part in {"", ".", ".."} for part in prefix.split("/")) and prefix:
         raise InvalidUrl(f"the prefix {prefix!r:.200} has an empty part, or one of dots")
-    endpoint = environment.get("AWS_ENDPOINT_URL", "")
-    allowed = environment.get("AWS_ALLOW_HTTP", "").lower() in _TRUE
-    if endpoint.startswith("http://") and not allowed:
-        raise InvalidUrl(
-            f"AWS_ENDPOINT_URL is {endpoint!r:.200}: set AWS_ALLOW_HTTP=true to send credentials "
-            "and messages without TLS"
-        )
+    endpoint_of(environment)
     return SlateLocation("s3", bucket, prefix)
 
 
