@@ -91,10 +91,22 @@ class VerbTimes:
 
     def read(self) -> dict[str, VerbMetrics]:
         """Return the metrics of each verb that was called."""
-        outcomes: dict[str, dict[str, Histogram]] = {}
+        totals: dict[str, Histogram] = {}
+        errors: dict[str, dict[str, int]] = {}
         for (verb, outcome), times in self._copied().items():
-            outcomes.setdefault(verb, {})[outcome] = times
-        return {verb: _summed(by_outcome) for verb, by_outcome in outcomes.items()}
+            totals.setdefault(verb, Histogram.over()).add_all(times)
+            counts = errors.setdefault(verb, {})
+            if outcome != "ok":
+                counts[outcome] = times.count
+        return {
+            verb: VerbMetrics(
+                calls=total.count,
+                errors=errors[verb],
+                seconds=total.sum,
+                buckets={float(bound): int(count) for bound, count in total.cumulated()},
+            )
+            for verb, total in totals.items()
+        }
 
     def register(self, registry: CollectorRegistry) -> None:
         """Let a registry of Prometheus show the metrics."""
@@ -124,17 +136,3 @@ def _family() -> Any:
 
     about = "Calls of the broker's verbs, by how long they took."
     return HistogramMetricFamily("penstock_verb_seconds", about, labels=("verb", "outcome"))
-
-
-def _summed(outcomes: dict[str, Histogram]) -> VerbMetrics:
-    errors = {outcome: times.count for outcome, times in outcomes.items() if outcome != "ok"}
-    buckets: dict[float, int] = {}
-    for times in outcomes.values():
-        for bound, count in times.cumulated():
-            buckets[float(bound)] = buckets.get(float(bound), 0) + int(count)
-    return VerbMetrics(
-        calls=sum(times.count for times in outcomes.values()),
-        errors=errors,
-        seconds=sum(times.sum for times in outcomes.values()),
-        buckets=buckets,
-    )
