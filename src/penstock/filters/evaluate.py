@@ -139,8 +139,6 @@ def _compare(op: tree.CompareOp, left: tree.ValueNode, right: tree.ValueNode) ->
     match right:
         case tree.Number(value) if isinstance(left, tree.Attr) and left.name not in tree.FIELDS:
             return _compare_attribute(left.name, order, value)
-        case tree.Number(value):
-            return _compare_number(order, _raw_reader(left), value)
         case tree.Text(value) | tree.Truth(value):
             if op not in ("=", "<>"):
                 return lambda _row: None
@@ -150,7 +148,7 @@ def _compare(op: tree.CompareOp, left: tree.ValueNode, right: tree.ValueNode) ->
 
 
 def _compare_attribute(attribute: str, operation: _Order, literal: float) -> Test:
-    """Do as ``_compare_number`` does, for an attribute, which most filters have.
+    """Do as ``_compare_any`` does, for an attribute and a number, which most filters have.
 
     Default arguments reach their values in fewer steps through memory than a closure's cells.
     """
@@ -159,17 +157,6 @@ def _compare_attribute(attribute: str, operation: _Order, literal: float) -> Tes
         row: RowTuple, name: str = attribute, order: _Order = operation, number: float = literal
     ) -> bool | None:
         value = row[0].get(name)
-        kind = type(value)
-        if kind is int or (kind is float and isfinite(value)):  # type: ignore[arg-type]
-            return order(value, number)
-        return None
-
-    return compare
-
-
-def _compare_number(order: _Order, read: _Reader, number: float) -> Test:
-    def compare(row: RowTuple) -> bool | None:
-        value = read(row)
         kind = type(value)
         if kind is int or (kind is float and isfinite(value)):  # type: ignore[arg-type]
             return order(value, number)
