@@ -280,10 +280,7 @@ class SlateEngine(Engine):
         # A beat of the watcher must not come after it.
         self._watcher.join(_AWAY_S)
         # If it fails, the standby finds out by waiting: so it need not be synced either.
-        with contextlib.suppress(Error, CallTimeout):
-            call(self._db.write(make_batch([(BEAT_KEY, CLOSED)])), _AWAY_S)
-            call(self._db.flush_with_options(_TO_LOG), _AWAY_S)
-            self._log_objects += 1
+        self._write_beat(CLOSED)
 
     def requests(self) -> dict[str, int]:
         """Count the requests to the object store so far: get, list, put, delete."""
@@ -365,10 +362,13 @@ class SlateEngine(Engine):
         self._beat_at = now
         if self._syncing.locked():
             return
+        self._write_beat(b"\1")
+
+    def _write_beat(self, value: bytes) -> None:
         # It promises nothing to anybody: if it fails, nothing is in doubt. Not by sync(), for whose
         # lock a verb would have to wait.
         with contextlib.suppress(Error, CallTimeout):
-            call(self._db.write(make_batch([(BEAT_KEY, b"\1")])), _AWAY_S)
+            call(self._db.write(make_batch([(BEAT_KEY, value)])), _AWAY_S)
             call(self._db.flush_with_options(_TO_LOG), _AWAY_S)
             self._log_objects += 1
 
