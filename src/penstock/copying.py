@@ -25,7 +25,7 @@ from penstock.urls import make_store, open_engine, open_sql, parse_url
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.flight.copies import ServedSource
+    from penstock.flight.client import ServedSource
     from penstock.store.contract import FullStore
     from penstock.store.snapshot import PinnedStore
     from penstock.store.transfer import CopyLoader, CopyPage, CopyProgress, CopyStart
