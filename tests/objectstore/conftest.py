@@ -203,6 +203,21 @@ class Proxy:
         self._server.server_close()
 
 
+# Run beside the other modules, on a server of another worker: each half takes as long.
+FIRST_HALF = {"test_s3.py", "test_howto.py", "test_backups.py"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests on S3 run on two workers, which have a server each, and all others anywhere."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.parent == Path(__file__).parent:
+            given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            if "seaweed" in item.fixturenames or "s3" in given:
+                half = "first" if item.path.name in FIRST_HALF else "second"
+                item.add_marker(pytest.mark.xdist_group(f"seaweed, {half} half"))
+
+
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
     if WEED is None:

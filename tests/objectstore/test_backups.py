@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.engines.places import Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

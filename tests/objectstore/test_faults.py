@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CLOCK = SystemClock()
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
+pytestmark = pytest.mark.slow
 
 
 @contextmanager

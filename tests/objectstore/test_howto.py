@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.docs.blocks import run_blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "on-s3.md"
 

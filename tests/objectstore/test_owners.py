@@ -30,7 +30,7 @@ QUEUES = ("standard", "fifo")
 PLACES = ["file", "s3"]
 PATIENCE_S = 120
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=PLACES)

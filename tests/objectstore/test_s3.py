@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock import Broker
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
+pytestmark = pytest.mark.slow
 
 CLOCK = SystemClock()
 COLLECTED = ("wal", "manifest", "compacted", "compactions")

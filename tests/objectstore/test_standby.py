@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 AFTER = "6s"
 CLOCK = SystemClock()
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seaweed")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.soak)])

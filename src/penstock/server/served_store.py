@@ -394,10 +394,14 @@ class _Kind(NamedTuple):
 _KINDS: Final = {
     "native": _Kind(_native, ("penstock.server.native",), "server", "penstock", "penstocks"),
     "http": _Kind(
-        _http, ("penstock.server.admin", "penstock.server.sqs"), "server", "http", "https"
+        _http, ("penstock.server.http_connection", "penstock.server.sqs"), "server", "http", "https"
     ),
-    "ops": _Kind(_ops, ("penstock.server.admin",), "server", "http", "http"),
-    "console": _Kind(_console, ("penstock.server.console",), "server", "http", "https"),
+    "ops": _Kind(_ops, ("penstock.server.http_connection",), "server", "http", "http"),
+    "console": _Kind(
+        _console,
+        ("penstock.server.http_connection", "penstock.server.console"),
+        *("server", "http", "https"),
+    ),
     "flight": _Kind(_FlightService, ("penstock.flight.listener",), "flight", "grpc", "grpc+tls"),
     "capnp": _Kind(_capnp, ("penstock.server.queueber",), "queueber", "capnp", "capnp"),
 }
