@@ -83,7 +83,7 @@ MAX_COLLECT_CHUNK: Final = 200
 # One publish of a Flight stream: what commits together.
 MAX_PUT_CHUNK_MESSAGES: Final = 10_000
 MAX_PUT_CHUNK_BYTES: Final = 64 * 1024 * 1024
-# One restore: what a client sends before any of it is stored, and how many may do so at a time.
+# One fill: what a client sends before any of it is stored, and how many may do so at a time.
 MAX_RESTORE_MESSAGES: Final = 10_000
 MAX_RESTORE_BYTES: Final = 64 * 1024 * 1024
 MAX_RESTORES: Final = 4

@@ -132,12 +132,15 @@ def fill_directory(target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        partial.rename(target)
+        try:
+            partial.rename(target)
+        except OSError as error:
+            # Another has come first.
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+                raise InvalidInput(TAKEN.format(target)) from None
+            raise
         sync_path(target.parent)
     except OSError as error:
-        # Another has come first.
-        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-            raise InvalidInput(TAKEN.format(target)) from None
         raise StorageFailed(f"can't write {target}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

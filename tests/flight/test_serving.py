@@ -335,7 +335,7 @@ def test_wrong_commands(client: fl.FlightClient) -> None:
         writer, _ = client.do_put(fl.FlightDescriptor.for_command(body), PAYLOADS)
         with pytest.raises(fl.FlightServerError, match=r"^InvalidInput: command: "):
             writer.close()
-    body = b'{"op": "stage", "stage": "s", "log": 0, "begin": 1, "end": 2}'
+    body = b'{"op": "stage", "stage": "s", "log": 0, "begin": 1, "end": 2, "rows": 0}'
     writer, _ = client.do_put(fl.FlightDescriptor.for_command(body), PAYLOADS)
     with pytest.raises(fl.FlightServerError, match="a stage has the columns offset, queue"):
         writer.close()

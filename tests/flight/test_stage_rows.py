@@ -30,7 +30,7 @@ def staged(name: str, *batches: list[tuple[int, str]]) -> Stage:
         pa.record_batch([pa.array(c, f.type) for c, f in zip(each, schema, strict=True)], schema)
         for each in columns
     ]
-    return Stage(StageCommand(stage=name, log=0, begin=1, end=31), rows)
+    return Stage(StageCommand(stage=name, log=0, begin=1, end=31, rows=0), rows)
 
 
 @given(st.lists(ROWS, max_size=3), st.lists(ROWS, max_size=2), st.integers(0, 31))
@@ -53,7 +53,7 @@ def test_assignments_are_the_rows_in_their_order(
 def test_a_slice_is_read_from_where_it_begins() -> None:
     whole = staged("s", [(n, "abc"[n % 3]) for n in range(1, 20)])._batches[0]
     stage = Stage(
-        StageCommand(stage="s", log=0, begin=1, end=31),
+        StageCommand(stage="s", log=0, begin=1, end=31, rows=0),
         [whole.slice(5, 4).set_column(1, "queue", whole.slice(5, 4).column(1).dictionary_decode())],
     )
     found: dict[int, Sequence[str]] = {}

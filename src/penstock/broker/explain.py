@@ -15,7 +15,7 @@ import msgspec
 
 from penstock import limits
 from penstock.errors import QueueNotFound, StoreDamaged
-from penstock.filters import Matcher, Row, explain, parse
+from penstock.filters import Row, explain, parse
 from penstock.model import (
     Attempt,
     Cause,
@@ -33,6 +33,7 @@ from penstock.store.policy import Coverage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from penstock.filters import RowTuple
     from penstock.model import Explanation
     from penstock.store.contract import FullStore
 
@@ -90,22 +91,22 @@ def row_of(message: Entry | LogRecord) -> Row:
 def explain_message(
     look: Callable[[Callable[[int], Any]], Any],
     store: FullStore,
+    takers: Callable[[RowTuple], list[str]],
     queue: str,
     message_id: int,
     may_see: Callable[[str | None], bool] = lambda _: True,
 ) -> MessageExplanation:
     """Ask a store for the facts, and explain them; others are let in between two queues.
 
-    ``look`` reads the store, told the time, while nobody else is let in. ``may_see`` says of a
-    queue, or (None) of the log, whether it may be told of.
+    ``look`` reads the store, told the time, while nobody else is let in. ``takers`` names the
+    queues whose filters take a message. ``may_see`` says of a queue, or (None) of the log, whether
+    it may be told of.
     """
     facts = look(partial(_read_queue, store, queue, message_id, reads_log=may_see(None)))
     live = look(lambda _: store.queues())
     specs = {each.spec.name: each.spec for each in live if may_see(each.spec.name)}
-    filters = {each.spec.name: parse(each.filter) for each in live if each.filter is not None}
-    matcher = Matcher(filters)
     if facts.row is not None:
-        facts.takers = matcher.match([facts.row])[0]
+        facts.takers = takers(facts.row)
     names = likely_queues(queue, facts.takers, specs)
     facts.looked, facts.queues = min(len(names), limits.MAX_PLACES), len(names)
     found = {}
@@ -118,7 +119,7 @@ def explain_message(
     facts.elsewhere = {name: entry.state for name, entry in found.items()}
     if facts.row is None and found:
         facts.row = row_of(next(iter(found.values())))
-        facts.takers = matcher.match([facts.row])[0]
+        facts.takers = takers(facts.row)
     return explain_facts(facts)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from penstock import limits
 from penstock.errors import InvalidInput
+from penstock.filters import Matcher, parse
 from penstock.model import Backfilled, BackfillPlan, Collected, State, StoreInfo
 from penstock.validation import (
     check_archived,
@@ -126,7 +127,13 @@ class StoreReader(ABC):
         from penstock.broker.explain import explain_message  # noqa: PLC0415
 
         check_ids([message_id])
-        return explain_message(self._look, self._store, queue, message_id)
+        return explain_message(self._look, self._store, self._takers, queue, message_id)
+
+    def _takers(self, row: RowTuple) -> list[str]:
+        """Return the queues whose filters would take a message now."""
+        live = self._look(lambda _: self._store.queues())
+        filters = {each.spec.name: parse(each.filter) for each in live if each.filter is not None}
+        return Matcher(filters).match([row])[0]
 
     def stats(self, queue: str) -> QueueStats:
         """Return a queue's depth by state, oldest age and totals."""
@@ -515,6 +522,11 @@ class BrokerBase(StoreReader):
     # These are known at once, whatever is under way.
 
     @property
+    def away(self) -> str | None:
+        """Why the store does not answer at present."""
+        return self._store.health().away
+
+    @property
     def outage(self) -> Outage | None:
         """Why the store can't be used at present, and since when."""
         return self._runner.outage
@@ -528,6 +540,9 @@ class BrokerBase(StoreReader):
         """Return the queues whose filters would take a message now."""
         return self._look(lambda _: self._router.takers(row))
 
+    # Quicker than matching every filter anew.
+    _takers = takers
+
     def explain_to(
         self, may_see: Callable[[str | None], bool], queue: str, message_id: int
     ) -> MessageExplanation:
@@ -535,4 +550,4 @@ class BrokerBase(StoreReader):
         from penstock.broker.explain import explain_message  # noqa: PLC0415
 
         check_ids([message_id])
-        return explain_message(self._look, self._store, queue, message_id, may_see)
+        return explain_message(self._look, self._store, self.takers, queue, message_id, may_see)

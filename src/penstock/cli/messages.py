@@ -77,20 +77,25 @@ _message_options = common.options(
 
 @click.command("publish")
 @_message_options
-@common.changes_store
-def publish(broker: Broker, **given: Any) -> None:
+@common.store_option
+def publish(store: str, **given: Any) -> None:
     """Publish to every queue whose filter matches."""
-    _publish(broker, _batches(**given))
+    # Before the store is opened, which may take it from its owner.
+    batches = _batches(**given)
+    with open_store(store) as broker:
+        _publish(broker, batches)
 
 
 @click.command("send")
 @click.argument("queue")
 @_message_options
-@common.changes_store
-def send(broker: Broker, queue: str, **given: Any) -> None:
+@common.store_option
+def send(store: str, queue: str, **given: Any) -> None:
     """Publish straight to one queue."""
     given["attributes"]["queue"] = queue
-    _publish(broker, _checked(broker, queue, _batches(**given)))
+    batches = _batches(**given)
+    with open_store(store) as broker:
+        _publish(broker, _checked(broker, queue, batches))
 
 
 def _batches(

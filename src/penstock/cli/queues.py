@@ -143,18 +143,19 @@ def create(queue: str, store: str, *, fifo: bool, **settings: Any) -> None:
 @click.argument("queue")
 @_settings
 @click.option("--no-label", "dropped", metavar="NAME", multiple=True, help="Remove a label.")
-@common.changes_store
+@common.store_option
 def update(
-    broker: Broker, queue: str, labels: dict[str, str], dropped: tuple[str, ...], **settings: Any
+    queue: str, store: str, labels: dict[str, str], dropped: tuple[str, ...], **settings: Any
 ) -> None:
     """Change settings of a queue."""
     changes = _given(settings)
-    if labels or dropped:
-        kept = {**broker.queue(queue).labels, **labels}
-        changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
-    if not changes:
+    if not changes and not labels and not dropped:
         raise click.UsageError("nothing to change: give at least one setting")
-    spec = broker.update_queue(queue, **changes)
+    with open_store(store) as broker:
+        if labels or dropped:
+            kept = {**broker.queue(queue).labels, **labels}
+            changes["labels"] = {n: value for n, value in kept.items() if n not in dropped}
+        spec = broker.update_queue(queue, **changes)
     common.show_fields(spec, spec.name, "setting", skip="name")
 
 

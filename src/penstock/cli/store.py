@@ -125,10 +125,8 @@ def _follow(broker: Broker, *, limit: int) -> int:
         return tailer.run()
 
 
-def _offset_or_time(value: str) -> int | datetime | str:
+def _offset_or_time(value: str) -> int | datetime:
     """Read an offset or a time of an option."""
-    if value == "earliest":
-        return value
     try:
         return int(value) if value.isdecimal() else datetime.fromisoformat(value).astimezone()
     except ValueError:
@@ -140,17 +138,24 @@ def _offset_or_time(value: str) -> int | datetime | str:
 @click.command("backfill")
 @click.argument("queue")
 @click.option("--from", "from_", type=_offset_or_time, metavar="OFFSET|TIME",
-              default="earliest", help="By default all that is kept.")  # fmt: skip
+              help="By default all that is kept.")  # fmt: skip
 @click.option("--to", type=_offset_or_time, metavar="OFFSET|TIME",
               help="By default all that has been routed.")  # fmt: skip
 @common.changes_store
-def backfill(broker: Broker, queue: str, **span: Any) -> None:
+def backfill(
+    broker: Broker, queue: str, from_: int | datetime | None, to: int | datetime | None
+) -> None:
     """Fill a queue from the log with what it wants and has not had.
 
     A backfill that was interrupted goes on where it stopped; nothing comes in twice.
     """
     with common.progress_bar(f"filling {queue}") as bar:
-        done = broker.backfill(queue, progress=lambda sums, last: bar(sums.next, last), **span)
+        done = broker.backfill(
+            queue,
+            from_="earliest" if from_ is None else from_,
+            to=to,
+            progress=lambda sums, last: bar(sums.next, last),
+        )
     text = f"looked at {done.scanned} messages, added {done.added} to {queue}"
     if done.missing:
         text += f"; {done.missing} have no payload any more"

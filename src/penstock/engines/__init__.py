@@ -90,7 +90,7 @@ class View:
 
 
 class Engine(ABC):
-    """An open database. What it need not have is here as it is without.
+    """An open database. An engine overrides what it has beyond the abstract methods.
 
     ``durable_on_commit``: a commit is as durable as it ever gets, without ``sync``. ``away``: why
     the engine takes no writes at present; any thread may ask, without I/O.

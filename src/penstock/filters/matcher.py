@@ -59,6 +59,10 @@ class Filter:
     def _match(self) -> Test:
         return _compile(self.tree)
 
+    def __reduce__(self) -> tuple[type[Filter], tuple[tree.Predicate]]:
+        """Travel as a tree: the compiled tests can't be pickled."""
+        return Filter, (self.tree,)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Filter) and self.tree == other.tree
 

@@ -294,9 +294,12 @@ class FlightStore(Actions):
     def stage(self, stage: str, batches: Iterable[pa.RecordBatch], **stretch: Any) -> None:
         """Stage all assignments (offset, queue) of a stretch of a log.
 
-        ``stretch``: the other fields of :class:`~penstock.flight.protocol.StageCommand`.
+        ``stretch``: the other fields of :class:`~penstock.flight.protocol.StageCommand`, but for
+        ``rows``.
         """
-        self._put(protocol.StageCommand(stage, **stretch), batches, MATCHES)
+        rows = list(batches)
+        count = sum(each.num_rows for each in rows)
+        self._put(protocol.StageCommand(stage, rows=count, **stretch), rows, MATCHES)
 
     def fill(
         self, batches: Iterable[pa.RecordBatch], schema: pa.Schema = OFFSETS, **stretch: Any
@@ -304,9 +307,12 @@ class FlightStore(Actions):
         """Put all messages of a stretch that its filter wants into a queue, ascending.
 
         The schema says whether they are messages of the log or archived ones (``ARCHIVED``).
-        ``stretch``: the fields of :class:`~penstock.flight.protocol.FillCommand`.
+        ``stretch``: the fields of :class:`~penstock.flight.protocol.FillCommand`, but for
+        ``rows``.
         """
-        said = self._put(protocol.FillCommand(**stretch), batches, schema)
+        rows = list(batches)
+        count = sum(each.num_rows for each in rows)
+        said = self._put(protocol.FillCommand(rows=count, **stretch), rows, schema)
         return msgspec.json.decode(said, type=Filled)
 
     # --- calls ---------------------------------------------------------------------------
@@ -331,7 +337,7 @@ class FlightStore(Actions):
         again: bool = True,
     ) -> bytes:
         """Send batches; return the server's last answer."""
-        # All at hand before the first is sent: a stage that ends early would be taken for whole.
+        # All at hand before the first is sent: the call may have to be made again.
         rows = list(batches)
         limit = (
             limits.MAX_BULK_CALL_MS

@@ -155,13 +155,15 @@ class PublishCommand(_Command, tag_field="op", tag="publish"):
 class StageCommand(_Command, tag_field="op", tag="stage"):
     """DoPut: all assignments of a stretch of a log.
 
-    ``assign``: the server assigns them as soon as the log's cursor has come to them, if it can.
+    ``rows``: how many there are, since a stream whose sender dies ends like any other. ``assign``:
+    the server assigns them as soon as the log's cursor has come to them, if it can.
     """
 
     stage: str
     log: int
     begin: int
     end: int
+    rows: int
     filters_version: int | None = None
     epoch: int | None = None
     assign: bool = False
@@ -170,12 +172,14 @@ class StageCommand(_Command, tag_field="op", tag="stage"):
 class FillCommand(_Command, tag_field="op", tag="fill"):
     """DoPut: all messages of a stretch that a backfill puts into a queue.
 
-    ``filter`` is the one that they were matched by, from backfill_plan.
+    ``rows``: how many there are. ``filter`` is the one that they were matched by, from
+    backfill_plan.
     """
 
     queue: str
     begin: int
     end: int
+    rows: int
     filter: str | None = None
 
 

@@ -220,9 +220,12 @@ def _chunks(messages: Iterator[Message]) -> Iterator[list[Message]]:
 
 
 def _rows(
-    reader: fl.MetadataRecordBatchReader, schema: pa.Schema, kind: str, label: str
+    reader: fl.MetadataRecordBatchReader, schema: pa.Schema, kind: str, label: str, rows: int
 ) -> Iterator[pa.RecordBatch]:
-    """Read batches that must have exactly these columns."""
+    """Read batches that must have exactly these columns, and so many rows in all.
+
+    A stream whose sender has died ends like one that is whole.
+    """
     names = schema.names
     if sorted(reader.schema.names) != sorted(names):
         raise InvalidInput(
@@ -234,7 +237,10 @@ def _rows(
             batch = chunk.data.select(names).cast(schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
             raise InvalidInput(f"{label}: {error}") from None
+        rows -= batch.num_rows
         yield batch
+    if rows:
+        raise InvalidInput(f"{label}: it ended {rows} rows early, or says so; nothing was stored")
 
 
 # --- messages of a backfill -----------------------------------------------------------------------
@@ -260,12 +266,13 @@ class Filler:
         with self._place():
             rows: list[Any] = []
             size = 0
-            for batch in _rows(reader, schema, kind, kind):
+            for batch in _rows(reader, schema, kind, kind, command.rows):
                 size += batch.nbytes
                 if len(rows) + batch.num_rows > most or size > limits.MAX_RESTORE_BYTES:
+                    messages = f"{most} messages or " if archived else ""
                     raise InvalidInput(
-                        f"a fill of more than {limits.MAX_RESTORE_MESSAGES} archived messages or "
-                        f"{limits.MAX_RESTORE_BYTES} bytes: fill less at a time"
+                        f"{kind} of more than {messages}{limits.MAX_RESTORE_BYTES} bytes: fill a "
+                        "smaller stretch"
                     )
                 for name in schema.names:
                     if name != "payload" and batch.column(name).null_count:
@@ -379,7 +386,7 @@ class Stages:
         label = f"stage {command.stage!r:.100}"
         batches = []
         total = 0
-        for batch in _rows(reader, MATCHES, "a stage", label):
+        for batch in _rows(reader, MATCHES, "a stage", label, command.rows):
             if any(column.null_count for column in batch.columns):
                 raise InvalidInput(f"{label}: a row has a null")
             if batch.num_rows:

@@ -397,12 +397,14 @@ class _Import:
 
     def report(self) -> ImportReport:
         """Return the counts of all runs."""
+        known = ImportReport.__struct_fields__
+        counts = {**self._saved.counts, **self._seen}
         return ImportReport(
             source=str(self._source.path),
             queue=self._queue,
             imported_before=self._imported_before,
             problems=tuple([*self._saved.problems, *self._seen_problems][:MAX_PROBLEMS]),
-            **{**self._saved.counts, **self._seen},
+            **{name: count for name, count in counts.items() if name in known},
         )
 
 

@@ -129,8 +129,8 @@ def restore(source: Path, target: Path) -> int:
 
     The backup is only read, so that it can be restored again.
     """
-    verify(source)
     _check_empty(target)
+    verify(source)
     with fill_directory(target) as partial:
         shutil.copytree(source, partial)
         # RocksDB writes it; backups that older versions made are without.

@@ -402,7 +402,9 @@ class HttpConnection(asyncio.Protocol):
 
     def _answer(self, request: Request, response: Response) -> None:
         if response.stream is not None:
-            self._asked, request.due, self._streaming = request, inf, True
+            # A stream has no end to be late for, also if its handler had awaited something.
+            self.deadline = request.due = inf
+            self._asked, self._streaming = request, True
             sending = self._send_stream(request, response, response.stream)
             self._answering = self._loop.create_task(sending)
             return

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.errors import StreamingQueryException
 from pyspark.sql.datasource import (
     DataSourceStreamArrowWriter,
     InputPartition,
@@ -101,6 +102,8 @@ _ON_A_DISK: Final = {
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     )
 }
+# How long the next pipeline of a session waits for the end of one that it has fenced.
+_FENCED_SECONDS: Final = 60
 # The columns that a transformation must keep, and all that the log has.
 _NEEDED: Final = ("log", *COLUMNS)
 _LOG_COLUMNS: Final = (*_NEEDED, "delay_ms", "attributes", "payload")
@@ -134,9 +137,9 @@ def route(
     spark = spark or session(name=name)
     epoch = take_over(location)
     matches = route_stream(spark, location, "matches", epoch, max_offsets)
-    writer = matches.writeStream.format("penstock").outputMode("append").queryName(name)
+    writer = matches.writeStream.format("penstock").outputMode("append")
     writer = writer.options(**place_of(location), table="assignments", epoch=str(epoch))
-    return _started(spark, writer, checkpoint, trigger)
+    return _started(spark, name, writer, checkpoint, trigger)
 
 
 def take_over(location: str) -> int:
@@ -182,15 +185,21 @@ def fenced(mine: int | None, now: int) -> InvalidInput:
 
 
 def _started(
-    spark: SparkSession, writer: DataStreamWriter, checkpoint: str | Path, trigger: str
+    spark: SparkSession, name: str, writer: DataStreamWriter, checkpoint: str | Path, trigger: str
 ) -> StreamingQuery:
     """Start a query that routes, with the settings that it alone needs."""
-    writer = writer.option("checkpointLocation", str(checkpoint))
+    writer = writer.queryName(name).option("checkpointLocation", str(checkpoint))
     if trigger == AVAILABLE_NOW:
         writer = writer.trigger(availableNow=True)
     else:
         writer = writer.trigger(processingTime=trigger)
     on_disk = {} if "://" in str(checkpoint) else _ON_A_DISK
+    for earlier in spark.streams.active:
+        if earlier.name == name:
+            # It has just been fenced, and ends with an error that its own caller is told. Spark has
+            # one query of a name at a time.
+            with contextlib.suppress(StreamingQueryException):
+                earlier.awaitTermination(_FENCED_SECONDS)
     with settings_for_query(spark, {**_SETTINGS, **on_disk}):
         return writer.start()
 
@@ -485,8 +494,8 @@ class Pipeline:
             todo = [Stretch(row["log"], row["begin"], row["end"]) for row in batch.collect()]
             self._route(todo, epoch)
 
-        writer = stretches.writeStream.queryName(name).foreachBatch(run)
-        return _started(self._spark, writer, checkpoint, trigger)
+        writer = stretches.writeStream.foreachBatch(run)
+        return _started(self._spark, name, writer, checkpoint, trigger)
 
     def _route(self, todo: list[Stretch], epoch: int) -> None:
         if not todo:

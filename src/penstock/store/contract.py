@@ -129,7 +129,7 @@ class Store(Protocol):
     durable_on_commit: bool
     # Whether several threads may call verbs at once; ``limit`` counts for its thread alone then.
     parallel: bool
-    # How long a verb waits for the store, and for its turn; None: as long as it takes.
+    # How long a verb waits for the store; None: as long as it takes.
     patience_s: float | None
 
     # --- queues

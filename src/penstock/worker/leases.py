@@ -397,9 +397,10 @@ class Settler(Ticker):
             log.exception("%d messages can't be settled", len(batch.receipts))
         except Exception as error:  # the thread must outlive every error
             pause_ms = self._activity.failed(error)
-            if self._stopping:
-                pause_ms = min(pause_ms, LAST_PAUSE_MS)
-            self._resume_ms = max(self._resume_ms, self._heartbeat.now_ms() + pause_ms)
+            with self._wake:
+                if self._stopping:
+                    pause_ms = min(pause_ms, LAST_PAUSE_MS)
+                self._resume_ms = max(self._resume_ms, self._heartbeat.now_ms() + pause_ms)
             return False
         else:
             self._activity.worked()

@@ -148,6 +148,8 @@ class AsyncPool(Pool):
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        # Guards _ended: the last steps of the loop are not to be stopped.
+        self._guard, self._ended = threading.Lock(), False
         self._take_watched = partial(self._watch, self._take)
         self._state.on_ready = partial(self._call, self._take_watched)
         self._start_threads(1)
@@ -166,9 +168,9 @@ class AsyncPool(Pool):
 
     def _call(self, function: Callable[[], object]) -> None:
         """Call a function on the loop; called by other threads."""
-        # A loop that is closed has nothing left to do.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function)
+        with self._guard:
+            if not self._ended:
+                self._loop.call_soon_threadsafe(function)
 
     # --- on the loop ---------------------------------------------------------------------------
 
@@ -181,6 +183,8 @@ class AsyncPool(Pool):
                 except (SystemExit, KeyboardInterrupt):
                     log.exception("a task of a handler would have ended the loop")
         finally:
+            with self._guard:
+                self._ended = True
             self._cutting = True
             self._cancel()
             if self._tasks:

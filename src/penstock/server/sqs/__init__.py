@@ -410,7 +410,7 @@ def _fields(request: Request) -> dict[str, str]:
         body = request.body.decode("ascii") if request.method == "POST" else ""
     except UnicodeDecodeError:
         raise SqsFault("SerializationException", "The form fields can't be read.") from None
-    return protocol.query_fields(f"{body}&{request.query}")
+    return protocol.query_fields("&".join(filter(None, (body, request.query))))
 
 
 def _refused(

@@ -179,8 +179,7 @@ def _selected(frame: DataFrame, where: str | None) -> DataFrame:
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     """How many rows were read, published, and published before.
 
-    ``duplicates`` had been published before: their dedup ids were known to the broker. A task that
-    was tried again counts the messages of its first try among them.
+    ``duplicates`` had been published before: their dedup ids were known to the broker.
     """
 
     rows: int

@@ -76,7 +76,7 @@ T = TypeVar("T")
 
 
 class Ended(NamedTuple):
-    """A done or a failed message, which has the reason of its last attempt; its part's key."""
+    """A done or a failed message; ``reason``: of the last attempt, if it has failed."""
 
     message_id: int
     key: int

@@ -44,7 +44,6 @@ _DELAYED: Final = State.DELAYED.value
 _IN_FLIGHT: Final = State.IN_FLIGHT.value
 # A bucket's number: its size in the highest bits, then what counts.
 _NUMBER_BITS: Final = 60
-_NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 
 
 class Pinned(AbstractContextManager["Pinned"]):

@@ -144,11 +144,12 @@ class VestedZones:
             self._looks += 1
             return bool(self._zones)
 
-    def positions(self, zones: Sequence[Place]) -> list[Position]:
-        """Return where the items of deep zones begin, as found since the last look."""
+    def positions(self, zones: Sequence[Place]) -> tuple[list[Position], int]:
+        """Return where the items of deep zones begin, as found since the last look; its number."""
         with self._lock:
             found = [self._deep.get(zone, (UNKNOWN, 0)) for zone, _, _ in zones]
-            return [place if looks == self._looks else UNKNOWN for place, looks in found]
+            places = [place if looks == self._looks else UNKNOWN for place, looks in found]
+            return places, self._looks
 
     def seen(self) -> tuple[list[bytes], int]:
         """Return the zones that are known, and when all were last looked at."""
@@ -172,13 +173,24 @@ class VestedZones:
             places = islice(self._zones.items(), count)
             return [(zone, token, zone in self._deep) for zone, token in places], len(self._zones)
 
-    def served(self, zone: bytes, token: int, *, more: bool, position: Position = UNKNOWN) -> None:
-        """Take a zone from its place; it goes behind the others if it has more to give."""
+    def served(
+        self,
+        zone: bytes,
+        token: int,
+        *,
+        more: bool,
+        position: Position = UNKNOWN,
+        looks: int = 0,
+    ) -> None:
+        """Take a zone from its place; it goes behind the others if it has more to give.
+
+        ``position``: where its items begin, as found after so many ``looks``.
+        """
         with self._lock:
             self._zones.pop(zone, None)
             self._deep.pop(zone, None)
             if more:
-                self._deep[zone] = position, self._looks
+                self._deep[zone] = position, looks
                 if self.whole:
                     self._zones[zone] = token
             if len(self._deep) > KNOWN_MAX:
@@ -346,7 +358,7 @@ class SqlClaim(SqlQueues):
             min(quota_max, (room + len(zones) - 1 - at) // len(zones)) for at in range(len(zones))
         ]
         all_known, since_ms = known.seen()
-        positions = known.positions(zones)
+        positions, looks = known.positions(zones)
         if len(claims) == len(zones) == 1:
             statement, claim = "take_one", claims[0]
             (rank, from_ms), (zone, _, _) = positions[0], zones[0]
@@ -388,7 +400,7 @@ class SqlClaim(SqlQueues):
         reached: dict[int, Position] = {row[0]: (row[8], row[7]) for row in rows}
         for at, (zone, token, _) in enumerate(zones):
             if given[at + 1] == quotas[at]:
-                known.served(zone, token, more=True, position=reached[at + 1])
+                known.served(zone, token, more=True, position=reached[at + 1], looks=looks)
             else:
                 # A visit is to see to its pointer.
                 known.gave_less(zone)

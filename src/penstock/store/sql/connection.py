@@ -412,6 +412,18 @@ class Connection:
         self, connection: psycopg.Connection[Row], text: bytes, parameters: list[Any]
     ) -> list[Row]:
         """Run a statement that the server keeps prepared; a cursor would cost twice as much."""
+        try:
+            return self._send_prepared(connection, text, parameters)
+        except psycopg.Error:
+            raise
+        except BaseException:
+            # Interrupted: an answer may yet come, and a name be taken.
+            self.close()
+            raise
+
+    def _send_prepared(
+        self, connection: psycopg.Connection[Row], text: bytes, parameters: list[Any]
+    ) -> list[Row]:
         statement = self._prepared.get(text)
         if statement is None:
             statement = self._prepared[text] = Transformer(connection)

@@ -321,13 +321,14 @@ class QueueAudit:
                 changes.setdefault(key, None)
                 changes.update((place, encode(run)) for place, run in runs.items())
         setattr(self._right, state.value, count)
-        setattr(self._right, f"next_{state.value}", behind)
         for exponent, kept in moved:
             # The begin of a bucket: the part may need all of it.
             behind = -(-behind // opendata.capacity(exponent)) * opendata.capacity(exponent)
             place = keys.key(queue.id, opendata.make_id(exponent, behind), behind)
             changes[place] = encode(kept)
             behind += len(kept)
+        # Behind the moved parts too: a repair may die before it reads again.
+        setattr(self._right, f"next_{state.value}", behind)
         for place, row in changes.items():
             rows.write("history", place, row)
         if failed:
