@@ -19,8 +19,9 @@ from penstock.store.codec.records import (
     encode_lease,
     encode_stored_item,
 )
-from penstock.store.kv.check import Kind, audit
+from penstock.store.kv.check import Kind, _Reading, audit
 from penstock.store.kv.check import tables as audit_tables
+from penstock.store.kv.history import sequence_of
 from penstock.store.kv.queues import Counts, Queue, QueueTable
 from penstock.testing.checking import assert_clean
 
@@ -165,6 +166,13 @@ def test_parts_that_share_numbers_are_told_apart(
     found = [(each.kind, each.key) for each in check(hand).violations]
     assert (Kind.ORDER, second.hex()) in found
     assert damaged or len(found) == 1
+    # A process that dies after the first reading gives out no number that it has used.
+    first = _Reading(hand.core, set(), repair=True, now_ms=0, keep_payloads=False)
+    first.run()
+    hand.core.load()
+    counts = hand.queue("five").counts
+    last = max(sequence_of(key) for key, _ in hand.rows("history", keys.prefix(b"five")))
+    assert (counts.next_failed if failed else counts.next_done) > last
     assert check(hand, repair=True).ok
     assert_clean(hand.broker)
     # Behind all others, where a bucket begins.

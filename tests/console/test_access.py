@@ -338,6 +338,21 @@ def test_a_store_that_does_not_answer_in_time(
     assert (answer.status, "did not answer in time" in answer.text) == (503, True)
 
 
+def test_a_page_that_is_live_has_no_deadline(
+    visitor: Visitor, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its handler had to wait for the first numbers."""
+    monkeypatch.setattr(limits, "CONSOLE_MAX_ANSWER_MS", 500)
+    connection = http.client.HTTPConnection(*visitor.address, timeout=1.5)
+    connection.request("GET", "/console/live", headers={"cookie": visitor.cookie})
+    stream = connection.getresponse()
+    assert stream.status == 200
+    # Nothing has changed, so that nothing comes, and the connection stays.
+    with pytest.raises(TimeoutError):
+        stream.read()
+    connection.close()
+
+
 # --- where it is ----------------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock import InvalidInput, InvalidQueue, Message, QueueNotFound, State, limits
 from penstock.clock import ManualClock
+from penstock.flight import protocol
+from penstock.flight.protocol import OFFSETS
 from penstock.store.filling import FILL_MESSAGES, FILL_WINDOW
 
 if TYPE_CHECKING:
@@ -53,6 +55,20 @@ def test_a_backfill_is_planned_and_filled_once(broker: penstock.Broker, store: F
     assert broker.stats("q").available == 20
     # The broker's own backfill finds nothing left to do either.
     assert broker.backfill("q").added == 0
+
+
+def test_a_fill_whose_sender_dies_fills_nothing(
+    broker: penstock.Broker, store: FlightStore
+) -> None:
+    """Its stream ends like one that is whole."""
+    publish(broker, 20)
+    broker.create_queue("q", filter="n < 10")
+    command = protocol.FillCommand("q", 1, 21, rows=10)
+    for rows in (offsets(range(1, 6)), [], offsets(range(1, 12))):
+        with pytest.raises(InvalidInput, match="rows early"):
+            store._put(command, rows, OFFSETS)
+    assert store.backfill_plan("q").stretches == [(1, 21)]
+    assert fill(store, "q", 1, 21, range(1, 11)).added == 10
 
 
 def test_plans_follow_what_is_asked_for(

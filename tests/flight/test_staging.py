@@ -8,7 +8,8 @@ import pytest
 
 from penstock import InvalidInput, Message, QueueExists, limits
 from penstock.filters import Matcher, parse
-from penstock.flight.protocol import LogTicket
+from penstock.flight import protocol
+from penstock.flight.protocol import MATCHES, LogTicket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,6 +105,20 @@ def test_committing_twice_changes_nothing(piped: penstock.Broker, piped_store: F
     store.stage("other", pairs([(1, "q"), (2, "q")]), log=0, begin=1, end=21)
     assert store.commit_stages(["other"])[0].status == "stale"
     assert piped.stats("q").available == 20
+
+
+def test_a_stage_whose_sender_dies_is_refused(
+    piped: penstock.Broker, piped_store: FlightStore
+) -> None:
+    """Its stream ends like one that is whole, and it would be assigned at once."""
+    piped.create_queue("q", filter="n >= 0")
+    publish(piped, 20)
+    epoch = piped_store.take_epoch()
+    command = protocol.StageCommand("s", 0, 1, 21, rows=20, epoch=epoch, assign=True)
+    with pytest.raises(InvalidInput, match="15 rows early"):
+        piped_store._put(command, pairs([(n, "q") for n in range(1, 6)]), MATCHES)
+    assert piped.log_stats().routed_up_to == 1
+    assert piped.stats("q").available == 0
 
 
 def test_stages_join_and_overlaps_are_trimmed(

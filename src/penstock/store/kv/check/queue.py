@@ -321,7 +321,7 @@ class QueueAudit:
                 changes.setdefault(key, None)
                 changes.update((place, encode(run)) for place, run in runs.items())
         setattr(self._right, state.value, count)
-        for exponent, kept in moved:
+        for exponent, kept in moved if rows.repair else ():
             # The begin of a bucket: the part may need all of it.
             behind = -(-behind // opendata.capacity(exponent)) * opendata.capacity(exponent)
             place = keys.key(queue.id, opendata.make_id(exponent, behind), behind)
