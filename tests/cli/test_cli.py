@@ -53,6 +53,24 @@ def shell(tmp_path: Path) -> Shell:
     return made
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("update", "orders"),
+        ("publish",),
+        ("publish", "x", "--payload-file", "-"),
+        ("send", "orders", "x", "--lines", "--dedup-id", "a"),
+    ],
+)
+def test_a_mistake_does_not_open_the_store(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """On object storage it would take the store from the process that has it."""
+    url = f"slatedb+file://{tmp_path}/store"
+    with penstock.open(url, background=False) as owner:
+        owner.create_queue("orders")
+        assert "Usage" in Shell(url).refused(*words, code=2)
+        assert owner.send("orders", b"") == 1
+
+
 def test_help_lists_every_command_without_loading_one() -> None:
     probe = (
         "import sys; from click.testing import CliRunner; from penstock.cli.main import cli\n"

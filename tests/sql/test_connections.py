@@ -22,6 +22,7 @@ from penstock import (
     Message,
     ServerUnreachable,
 )
+from penstock.store.sql import connection
 from penstock.store.sql.database import Database
 from penstock.store.sql.store import SqlStore
 from penstock.testing.auditor import Kind
@@ -310,6 +311,25 @@ def test_the_look_after_a_lost_answer_is_repeated(
     assert still.send("q", b"") == 2
     assert not losing.left
     assert still.stats("q").available == 1
+
+
+def test_a_statement_that_is_interrupted_leaves_no_name_behind(
+    still: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may have prepared it, and its answer may yet come."""
+    wait, times = connection._result, iter([True])
+
+    def interrupted(*arguments: Any) -> Any:
+        result = wait(*arguments)
+        if next(times, False):
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(connection, "_result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        still.send("q", b"1")
+    still.send("q", b"2")
+    assert b"2" in [each.payload for each in still.claim("q", limit=9)]
 
 
 def test_a_sweep_goes_on_without_a_queue_that_another_has_removed(
