@@ -372,30 +372,30 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_440,
-    "broker": 3_505,
-    "cli": 3_620,
-    "client": 2_530,
-    "engines": 3_655,
-    "filters": 1_555,
-    "flight": 4_125,
-    "importers": 735,
+    ".": 3_420,
+    "broker": 3_380,
+    "cli": 3_325,
+    "client": 2_420,
+    "engines": 3_580,
+    "filters": 1_395,
+    "flight": 3_800,
+    "importers": 700,
     "integrations": 225,
-    "integrations/django": 565,
-    "integrations/kombu": 1_080,
-    "salvage": 1_205,
-    "server": 9_440,
-    "server/console": 1_985,
-    "spark": 5_840,
-    "store": 1_935,
+    "integrations/django": 540,
+    "integrations/kombu": 1_070,
+    "salvage": 1_190,
+    "server": 8_750,
+    "server/console": 1_880,
+    "spark": 5_415,
+    "store": 1_820,
     "store/codec": 1_380,
-    "store/kv": 6_730,
-    "store/live": 2_475,
-    "store/sql": 8_300,
-    "wire": 2_065,
-    "worker": 2_635,
+    "store/kv": 6_310,
+    "store/live": 2_400,
+    "store/sql": 8_535,
+    "wire": 2_040,
+    "worker": 2_425,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 69_000, 48_400, 253, 14_165
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_000, 46_200, 215, 13_680
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
