@@ -321,15 +321,17 @@ def test_a_statement_that_is_interrupted_leaves_no_name_behind(
 
     def interrupted(*arguments: Any) -> Any:
         result = wait(*arguments)
-        if next(times, False):
+        # It was prepared, and has no columns yet.
+        if not result.nfields and next(times, False):
             raise KeyboardInterrupt
         return result
 
+    still.send("q", b"1")
     monkeypatch.setattr(connection, "_result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        still.send("q", b"1")
+        still.claim("q")
     still.send("q", b"2")
-    assert b"2" in [each.payload for each in still.claim("q", limit=9)]
+    assert [each.payload for each in still.claim("q", limit=9)] == [b"1", b"2"]
 
 
 def test_a_sweep_goes_on_without_a_queue_that_another_has_removed(
