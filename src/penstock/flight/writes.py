@@ -269,10 +269,10 @@ class Filler:
             for batch in _rows(reader, schema, kind, kind, command.rows):
                 size += batch.nbytes
                 if len(rows) + batch.num_rows > most or size > limits.MAX_RESTORE_BYTES:
-                    messages = f"{most} messages or " if archived else ""
+                    messages = f"{most} archived messages or " if archived else ""
                     raise InvalidInput(
-                        f"{kind} of more than {messages}{limits.MAX_RESTORE_BYTES} bytes: fill a "
-                        "smaller stretch"
+                        f"a fill of more than {messages}{limits.MAX_RESTORE_BYTES} bytes: fill less "
+                        "at a time"
                     )
                 for name in schema.names:
                     if name != "payload" and batch.column(name).null_count:
