@@ -271,8 +271,8 @@ class Filler:
                 if len(rows) + batch.num_rows > most or size > limits.MAX_RESTORE_BYTES:
                     messages = f"{most} archived messages or " if archived else ""
                     raise InvalidInput(
-                        f"a fill of more than {messages}{limits.MAX_RESTORE_BYTES} bytes: fill less "
-                        "at a time"
+                        f"a fill of more than {messages}{limits.MAX_RESTORE_BYTES} bytes: fill "
+                        "less at a time"
                     )
                 for name in schema.names:
                     if name != "payload" and batch.column(name).null_count:

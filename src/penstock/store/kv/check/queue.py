@@ -72,6 +72,8 @@ class QueueAudit:
         self._rows, self._queue, self._name = rows, queue, f"queue {queue.name}"
         self._counts = self._read_counts()
         # The counters that follow from the messages.
+        # Numbers up to which this repair has moved parts of history.
+        self._used: dict[str, int] = {}
         self._right = msgspec.structs.replace(
             self._counts, available=0, delayed=0, in_flight=0, done=0, failed=0, live_bytes=0
         )
@@ -321,14 +323,14 @@ class QueueAudit:
                 changes.setdefault(key, None)
                 changes.update((place, encode(run)) for place, run in runs.items())
         setattr(self._right, state.value, count)
-        for exponent, kept in moved if rows.repair else ():
+        setattr(self._right, f"next_{state.value}", behind)
+        for exponent, kept in moved:
             # The begin of a bucket: the part may need all of it.
             behind = -(-behind // opendata.capacity(exponent)) * opendata.capacity(exponent)
             place = keys.key(queue.id, opendata.make_id(exponent, behind), behind)
             changes[place] = encode(kept)
             behind += len(kept)
-        # Behind the moved parts too: a repair may die before it reads again.
-        setattr(self._right, f"next_{state.value}", behind)
+            self._used[f"next_{state.value}"] = behind
         for place, row in changes.items():
             rows.write("history", place, row)
         if failed:
@@ -404,9 +406,13 @@ class QueueAudit:
             for name in Counts.__struct_fields__
             if getattr(counts, name) != getattr(right, name)
         ]
+        # Behind the parts that this repair has moved: it may die before it reads again.
+        row = encode_counts(msgspec.structs.replace(right, **self._used))
         if wrong:
-            text, row = f"{self._name}: {', '.join(wrong)}", encode_counts(right)
+            text = f"{self._name}: {', '.join(wrong)}"
             self._rows.mend(Kind.COUNTER, "queues", self._queue.counts_key, row, text)
+        elif self._used:
+            self._rows.write("queues", self._queue.counts_key, row)
 
 
 def _parse_bucket(key: bytes, value: bytes) -> tuple[int, list[_Entry], bytes]:
