@@ -389,7 +389,7 @@ BUDGETS = {
     "spark": 5_415,
     "store": 1_820,
     "store/codec": 1_380,
-    "store/kv": 6_310,
+    "store/kv": 6_315,
     "store/live": 2_400,
     "store/sql": 8_535,
     "wire": 2_040,
