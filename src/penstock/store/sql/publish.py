@@ -186,31 +186,33 @@ class SqlPublish(SqlOverflow):
             if self.zones.not_known_vested(items.zones, self.database.clock()):
                 return None
             heads = self._choose_logs(known, [it.group], routes).heads
-            attempts = iter(range(1))
+            tried = False
 
-            def work() -> list[tuple[Any, ...]]:
-                for _ in attempts:
-                    return self.database.run(
-                        "publish_one",
-                        heads=heads,
-                        specs_version=known.version,
-                        zones_versions=zones_versions,
-                        segment_length_ms=SEGMENT_MS,
-                        token=token,
-                        metadata=it.metadata(metadata_head(now_ms), size),
-                        payload=message.payload,
-                        queue=number,
-                        zone=zone,
-                        rank=rank,
-                        vesting_ms=vesting_ms,
-                        expires_at_ms=expires_at_ms,
-                        size=size,
-                        slots=SLOTS,
-                        now_ms=now_ms,
-                    )
-                # A second attempt may come much later: it must not rely on the pointer.
-                self.zones.forget((number, zone))
-                return []
+            def work() -> list[Row]:
+                nonlocal tried
+                if tried:
+                    # A second attempt may come much later: it must not rely on the pointer.
+                    self.zones.forget((number, zone))
+                    return []
+                tried = True
+                return self.database.run(
+                    "publish_one",
+                    heads=heads,
+                    specs_version=known.version,
+                    zones_versions=zones_versions,
+                    segment_length_ms=SEGMENT_MS,
+                    token=token,
+                    metadata=it.metadata(metadata_head(now_ms), size),
+                    payload=message.payload,
+                    queue=number,
+                    zone=zone,
+                    rank=rank,
+                    vesting_ms=vesting_ms,
+                    expires_at_ms=expires_at_ms,
+                    size=size,
+                    slots=SLOTS,
+                    now_ms=now_ms,
+                )
 
             rows = self.database.do(work, again=True)
         if not rows:
