@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.faults.store_under_test import Pristine, clock, contents_of, fingerprint, make, opened
 
 import penstock
+from penstock.engines.slatedb import objects
 from penstock.errors import StoreDamaged
+from penstock.readers import place_to_read
 from penstock.salvage import salvage
 
 if TYPE_CHECKING:
@@ -63,3 +66,18 @@ def test_a_store_that_is_whole_opens_again_and_again(pristine: Pristine) -> None
     for _ in range(3):
         with opened(pristine.url(pristine.path)) as broker:
             assert contents_of(broker) == pristine.truth
+
+
+def test_a_manifest_with_any_number_costs_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flipped bits may say that billions of objects are missing."""
+    url = f"slatedb+file://{tmp_path}/store"
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q")
+    wrong = SimpleNamespace(
+        id=1, replay_after_wal_id=1 << 40, next_wal_sst_id=1 << 60, segments=[], l0=[], compacted=[]
+    )
+    monkeypatch.setattr(objects, "_read_manifest", lambda *_: wrong)
+    with pytest.raises(StoreDamaged, match="objects are missing"):
+        objects.check_objects(place_to_read(url))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -76,6 +76,8 @@ _AT_ONCE: Final = 32
 # Few: wrong credentials and missing buckets are reported soon.
 _RETRIES: Final = 2
 _MEMORY_BYTES: Final = 64 << 20
+# Missing objects of the log that are looked for.
+_MISSING_MAX: Final = 1_000
 # The library polls once right after it has opened a reader, and then only after the interval.
 _SETTLE_S: Final = 0.05
 
@@ -136,7 +138,8 @@ def _missing_files(
     needed = {view.sst.id.value for view in views}
     numbers = range(manifest.replay_after_wal_id + 1, max([manifest.next_wal_sst_id - 1, *log]) + 1)
     missing = [f"compacted/{name}.sst" for name in sorted(needed - rows)]
-    missing += [log_object(number) for number in numbers if number not in log]
+    # A damaged manifest may have any number.
+    missing += [log_object(n) for n in islice((n for n in numbers if n not in log), _MISSING_MAX)]
     # An owner may have written some while the directory was listed.
     missing = [name for name in missing if not (root / name).exists()]
     return missing or _empty_objects(SlateDbWalReader(location.path, store), manifest, log)
@@ -153,7 +156,7 @@ def _empty_objects(
             ended = [manifest.last_l0_seq] if before == flushed else _sequences(logs, [before])
             begun = _sequences(logs, [after])
             if ended and begun and begun[0] > ended[-1] + 1:
-                return [log_object(number) for number in range(before + 1, after)]
+                return [log_object(n) for n in islice(range(before + 1, after), _MISSING_MAX)]
     return []
 
 
