@@ -376,7 +376,7 @@ BUDGETS = {
     "broker": 3_380,
     "cli": 3_325,
     "client": 2_420,
-    "engines": 3_580,
+    "engines": 3_585,
     "filters": 1_395,
     "flight": 3_800,
     "importers": 700,
@@ -395,7 +395,7 @@ BUDGETS = {
     "wire": 2_040,
     "worker": 2_425,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_000, 46_200, 215, 13_680
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_000, 46_250, 215, 13_680
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
