@@ -53,7 +53,7 @@ _SETTINGS: Final = (
 ROWS: Final = 50
 # Lines of a screen that are not rows.
 _FRAME_LINES: Final = 6
-# What top sorts by: the figure whose largest values come first, or the name.
+# The orders of top: by a figure, its largest values first, or by name.
 SORTS: Final = {
     "queue": "queue",
     "available": "available",

@@ -331,14 +331,12 @@ class FlightStore(Actions):
     def _put(
         self,
         command: msgspec.Struct,
-        batches: Iterable[pa.RecordBatch],
+        batches: Sequence[pa.RecordBatch],
         schema: pa.Schema,
         *,
         again: bool = True,
     ) -> bytes:
-        """Send batches; return the server's last answer."""
-        # All at hand before the first is sent: the call may have to be made again.
-        rows = list(batches)
+        """Send batches, again if need be; return the server's last answer."""
         limit = (
             limits.MAX_BULK_CALL_MS
             if isinstance(command, protocol.FillCommand)
@@ -349,7 +347,7 @@ class FlightStore(Actions):
             writer, reader = client.do_put(_descriptor(command), schema, self._call(limit))
             answer = b""
             try:
-                for batch in rows:
+                for batch in batches:
                     writer.write_batch(batch)
                 writer.done_writing()
                 while (said := reader.read()) is not None:
