@@ -48,6 +48,9 @@ pythons:                ## lint, types and the quick tests on every Python of PY
 	  $(MAKE) --no-print-directory check PYTHON=$$each VENV=.venv-$$version || exit 1; \
 	done
 
+fresh:                  ## README's two commands on bare Debians, as root and as a user; needs root
+	tools/fresh.sh build/fresh
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
