@@ -9,7 +9,7 @@ CLIENTS := $(VENV)/clients
 AWSCLI := $(CLIENTS)/awscli/.installed
 NPM := $(CLIENTS)/node/.installed
 FUZZ_SECONDS ?= 60
-PYTHONS ?= python3.12 python3.13 python3.14
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 # Much of the tests' time is waiting for disks, servers and clocks.
 WORKERS ?= $(shell expr 2 \* $$(nproc))
 # Tests start hundreds of Python processes: without bytecode each would compile the library anew.
@@ -41,12 +41,13 @@ check: $(STAMP)         ## lint, types and the quick tests: under two minutes
 	$(MAKE) --jobs=2 lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not spark and not soak"
 
-pythons:                ## lint, types and the quick tests on every Python of PYTHONS that is there
-	@for each in $(PYTHONS); do \
-	  version=$$($$each -c "import sys; print('%d.%d' % sys.version_info[:2])" 2>/dev/null) || \
-	    { echo "$$each is not installed"; continue; }; \
-	  $(MAKE) --no-print-directory check PYTHON=$$each VENV=.venv-$$version || exit 1; \
-	done
+pythons:                ## lint, types and the quick tests on every Python of PYTHONS
+	@missing=; for each in $(PYTHONS); do \
+	  $$each -c "" 2>/dev/null || { missing="$$missing $$each"; continue; }; \
+	  $(MAKE) --no-print-directory check PYTHON=$$each VENV=.venv-$$each || exit 1; \
+	done; \
+	[ -z "$$missing" ] || { echo "not tried, as not installed:$$missing (from your system's packages," \
+	  "or: uv python install, pyenv install; then on PATH)"; exit 1; }
 
 fresh:                  ## README's two commands on bare Debians, as root and as a user; needs root
 	tools/fresh.sh build/fresh

@@ -7,14 +7,16 @@
 #
 #   tools/fresh.sh [FOLDER] [RELEASE …]      by default build/fresh, bookworm and trixie
 #
-# COMMANDS="demo" runs one of the two only. A machine behind a proxy hands its settings for pip and
+# COMMANDS="demo" runs one of the two only, WHO="root" as one of the two only. A machine behind a proxy hands its settings for pip and
 # its own certificates on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(realpath -m "${1:-build/fresh}")
 shift || true
 releases=${*:-bookworm trixie}
-read -r -a commands <<<"${COMMANDS:-demo test}"
+commands=${COMMANDS:-demo test}
+# Root installs more than README names, so it comes last.
+who=${WHO:-user root}
 [ "$(id -u)" = 0 ] || { echo "make fresh needs root: it makes whole Debians"; exit 1; }
 command -v debootstrap >/dev/null || { echo "on Debian: apt-get install debootstrap"; exit 1; }
 packages=$(sed -n 's/^\(sudo \)\?apt-get install \(git .*\)/\2/p' README.md)
@@ -95,9 +97,10 @@ for release in $releases; do
     git clone -q --no-hardlinks . "$root$home/penstock"
   done
   chown -R --reference="$root/home/user" "$root/home/user"
-  # Root installs more than README names, so it comes last.
-  for command in "${commands[@]}"; do run "$release" user /home/user "$command"; done
-  for command in "${commands[@]}"; do run "$release" root /root "$command"; done
+  for each in $who; do
+    home=$([ "$each" = root ] && echo /root || echo "/home/$each")
+    for command in $commands; do run "$release" "$each" "$home" "$command"; done
+  done
   rm -rf "$root"
 done
 cat "$table"
