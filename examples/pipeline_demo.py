@@ -2,9 +2,10 @@
 
 A server in this process has a broker whose routing is ``pipeline``. Many tenants publish orders;
 the Spark route job matches them against the queues' filters and hands them over; workers claim
-them, and now and then fail. Then Spark fills a queue that came late, redrives what failed, and
-writes a report, and a browser takes pictures of the console. In the end nothing may be missing or
-there twice: the exit code says so. ``--keep`` leaves the server on, for a look at the console.
+them, and now and then fail. Then Spark fills a queue that came late and redrives what failed; the
+driver makes a report from the history, and a browser takes pictures of the console. In the end
+nothing may be missing or there twice: the exit code says so. ``--keep`` leaves the server on, for a
+look at the console.
 
     python examples/pipeline_demo.py --orders 30000 --report ./report --keep
 
