@@ -111,7 +111,7 @@ class Bench:
         batch = self.engine.batch()
         moved = self.active.come_due(batch, self.now_ms, budget)
         self.commit(batch)
-        return sum(count for _, count in moved)
+        return sum(len(ids) for _, ids in moved)
 
     def page_ids(self, state: State, limit: int = 3) -> list[int]:
         ids: list[int] = []

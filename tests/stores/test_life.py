@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,10 +13,12 @@ import pytest
 import penstock
 from penstock import ManualClock, Message
 from penstock.store import life
+from penstock.store.codec.opendata import payload_key
+from penstock.store.sql.store import SqlStore
+from penstock.testing.suite.recording import WAYS, LifeLogSuite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 URLS = ["memory:", "rocksdb:{place}/store?design=indexed", "rocksdb:{place}/store?design=buckets"]
 
@@ -109,20 +114,63 @@ def test_a_life_gives_exactly_these_records(
     assert lines[7].endswith(r"reason='broken\nline'")
 
 
-def test_a_record_has_the_first_ids_and_the_count(records: list[dict[str, Any]]) -> None:
+def test_a_release_of_what_nobody_saw_says_so(records: list[dict[str, Any]]) -> None:
     with penstock.open("memory:", background=False) as broker:
-        for name in ("a", "b"):
-            broker.create_queue(name, filter="true")
-        ids = broker.publish([Message(b"x")] * 30)
+        broker.create_queue("a")
+        broker.send("a", b"x")
         (each,) = broker.claim("a", limit=1)
         broker.release([each.receipt], unseen=True)
-    claimed = {"queue": "a", "count": 1, "messages": ids[:1], "lease": each.lease}
-    assert records == [
-        {"event": "publish", "queue": "a", "count": 30, "messages": ids[: life.MOST_IDS]},
-        {"event": "publish", "queue": "b", "count": 30, "messages": ids[: life.MOST_IDS]},
+    claimed = {"queue": "a", "count": 1, "messages": [each.message_id], "lease": each.lease}
+    assert records[1:] == [
         {"event": "claim", **claimed},
         {"event": "release", **claimed, "reason": "unseen"},
     ]
+
+
+def test_a_message_that_no_queue_takes_has_a_record(records: list[dict[str, Any]]) -> None:
+    with penstock.open("memory:", background=False, routing="pipeline") as broker:
+        (id_,) = broker.publish([Message(b"x")])
+        penstock.route_once(broker)
+    told = {"queue": "", "count": 1, "messages": [id_]}
+    assert records == [{"event": "publish", **told}, {"event": "assign", **told}]
+
+
+def test_a_message_without_a_payload_is_told_of_before_the_others(
+    opened: tuple[penstock.Broker, ManualClock], records: list[dict[str, Any]]
+) -> None:
+    broker, _ = opened
+    store: Any = broker._store
+    broker.create_queue("q")
+    lost, kept = broker.publish([Message(b"x", {"queue": "q"}), Message(b"y", {"queue": "q"})])
+    if isinstance(store, SqlStore):
+        store.database.execute(f"DELETE FROM messages WHERE message_id = {lost}")
+    else:
+        batch = store.engine.batch()
+        batch.delete(payload_key(lost), store.payloads.table.family)
+        store.engine.commit(batch)
+    assert [each.message_id for each in broker.claim("q", limit=2)] == [kept]
+    told = [(each["event"], each["messages"], each.get("reason")) for each in records[1:]]
+    assert told == [("remove", [lost], "broken"), ("claim", [kept], None)]
+
+
+def test_the_page_has_every_record_with_its_transitions() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    table = page.partition("**The life-cycle log.**")[2].partition("\n**")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
+    found: dict[str, set[str]] = {event: set(re.findall(r"`(\w+)`", told)) for event, told in rows}
+    expected: dict[str, set[str]] = {"extend": set()}
+    for way in WAYS:
+        # Of two records the second is that of the message's end.
+        (event, *_) = way.records[-1]
+        expected.setdefault(event, set()).add(way.event.value)
+    assert found == expected
+
+
+class _Acts(LifeLogSuite):
+    """The acts of the suite, on a broker that is given."""
+
+    def __init__(self, broker: penstock.Broker, clock: ManualClock) -> None:
+        self.broker, self.clock = broker, clock
 
 
 def test_the_log_is_off_unless_its_logger_has_a_level(
@@ -131,11 +179,20 @@ def test_the_log_is_off_unless_its_logger_has_a_level(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Whatever is called of the module would fail: while the log is off nothing is.
-    for store in ("kv", "sql"):
-        for module in ("publish", "claim", "settle", "move"):
-            for name in ("log_step", "log_publish"):
-                target = f"penstock.store.{store}.{module}.{name}"
-                monkeypatch.setattr(target, None, raising=False)
+    writers = [name for name in vars(life) if name.startswith("log_")]
+    users = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.startswith("penstock.store.") and "life" in vars(module) and module is not life
+    }
+    assert len(users) >= 6
+    for module in users.values():
+        for name in writers:
+            monkeypatch.setattr(module, name, None, raising=False)
     with caplog.at_level("DEBUG"):
         live(*opened)
+        acts = _Acts(*opened)
+        for way in WAYS:
+            queue, _, held = acts.bring(way)
+            acts.act(queue, way, held)
     assert [each for each in caplog.records if each.name == "penstock.life"] == []

@@ -161,7 +161,7 @@ _ABOUT: Final = {
     "log_level": "Lowest level that is logged.",
     "log_format": "Format of a log line.",
     "log_access": "Log every request at info; at debug if off.",
-    "log_life": "Log every step of messages, from publish to ack, expire, fail and redrive.",
+    "log_life": "Log every step of messages, from publish to their removal.",
     "metrics_enabled": "Serve /metrics.",
     "metrics_queues": "Queues with series of their own.",
     "limits_connections": "Connections of all listeners together.",

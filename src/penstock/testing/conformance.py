@@ -28,6 +28,7 @@ from penstock.testing.suite.keeping import KeepingSuite
 from penstock.testing.suite.limits import LimitSuite
 from penstock.testing.suite.moving import MovingSuite
 from penstock.testing.suite.queues import QueuesSuite
+from penstock.testing.suite.recording import LifeLogSuite
 from penstock.testing.suite.restarting import RestartingSuite, WaitingSuite
 from penstock.testing.suite.settling import SettlingSuite
 
@@ -44,6 +45,7 @@ class BrokerConformance(
     DeadLetterSuite,
     LimitSuite,
     QueuesSuite,
+    LifeLogSuite,
     RestartingSuite,
     WaitingSuite,
 ):

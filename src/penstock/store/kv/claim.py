@@ -102,10 +102,9 @@ class ClaimVerbs(MaintainVerbs):
             answers.append(answer)
         if queue.fifo:
             # A group of a FIFO queue is in one lease at a time, so claims can't share a scan.
-            for claim in claims:
-                self._take(batch, queue, (claim,), now_ms)
+            broken = [item for it in claims for item in self._take(batch, queue, (it,), now_ms)]
         else:
-            self._take(batch, queue, claims, now_ms)
+            broken = self._take(batch, queue, claims, now_ms)
         taken = 0
         for claim in claims:
             if claim.keys:
@@ -117,15 +116,23 @@ class ClaimVerbs(MaintainVerbs):
         queue.counts.claimed_total += taken
         if taken or len(batch) or self.has_aside:
             self.commit(batch, (queue,), now_ms)
+        if broken:
+            self.log_removed(queue, broken, "broken")
         if life.level:
             for claim in claims:
                 ids = [row[0] for row in claim.answer.rows]
                 log_step("claim", queue.name, ids, claim.answer.token, claim.want.consumer)
         return answers, self.take_unread(queue) if self.active.unread else []
 
-    def _take(self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int) -> None:
-        """Take until the claims have what they want, or all that they may, or there is no more."""
+    def _take(
+        self, batch: Batch, queue: Queue, claims: Sequence[_Claim], now_ms: int
+    ) -> list[Item]:
+        """Take until the claims have what they want, or all that they may, or there is no more.
+
+        Return the messages that were removed, because they can't be delivered.
+        """
         active = self.active
+        broken: list[Item] = []
         while True:
             room = 0
             grants = []
@@ -135,18 +142,18 @@ class ClaimVerbs(MaintainVerbs):
                     room += wanted
                     grants.append(repeat((claim.lease, claim.answer.deadline_ms), wanted))
             if not room:
-                return
+                return broken
             taken = active.take(batch, queue, room, chain.from_iterable(grants), now_ms)
             if not taken:
-                return
+                return broken
             # For the sizes: who gets the messages decodes the rest.
             found = decode_heads(list(map(_metadata_of, taken)))
             kept = self._within_bounds(batch, queue, taken, found, claims, now_ms)
-            self._deliver(batch, queue, kept, claims, now_ms)
+            broken += self._deliver(batch, queue, kept, claims, now_ms)
             # A message that was put back stands before what this batch has taken: the batch can't
             # take from there.
             if len(kept) < len(taken) or active.unread:
-                return
+                return broken
 
     def _within_bounds(
         self,
@@ -196,11 +203,11 @@ class ClaimVerbs(MaintainVerbs):
         items: Sequence[tuple[Item, Head | Metadata | None]],
         claims: Sequence[_Claim],
         now_ms: int,
-    ) -> None:
+    ) -> list[Item]:
         """Read payloads and give messages to the claims.
 
-        Messages without a payload are removed. Those whose payload can't be read are put back, to
-        be passed over from now on.
+        Messages without a payload are removed and returned. Those whose payload can't be read are
+        put back, to be passed over from now on.
         """
         payload_keys = [PAYLOAD + item.message_id.to_bytes(8, "big") for item, _ in items]
         payloads = get_each(self.payloads.table, payload_keys)
@@ -238,6 +245,7 @@ class ClaimVerbs(MaintainVerbs):
         if broken:
             self.active.settle(batch, queue, broken)
             self.forget(batch, queue, broken)
+        return broken
 
     def _set_aside(self, queue: Queue, item: Item, payload: object) -> None:
         """Keep a copy of what this queue had; other queues may hold a good one."""

@@ -15,6 +15,7 @@ from penstock.store.kv.move import ALL, MoveVerbs
 from penstock.store.kv.queues import Counts, Queue
 from penstock.store.kv.routing import RoutingVerbs
 from penstock.store.kv.state import verb
+from penstock.store.life import life, log_step
 from penstock.store.policy import Coverage, Stretch
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             looked = len(gone)
         self.forget(batch, queue, gone)
         self.commit(batch, (queue,), now_ms)
+        self.log_removed(queue, gone, "retention")
         self.schedule_retention(queue)
         return looked, len(gone)
 
@@ -230,6 +232,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             self.history.take(batch, queue, State.FAILED, gone)
             self.forget(batch, queue, gone)
             self.commit(batch, (queue,), now_ms)
+            self.log_removed(queue, gone, "purge")
         return len(gone)
 
     def _purge_chunk(
@@ -253,6 +256,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         self.forget(batch, queue, gone)
         if gone or self.has_aside:
             self.commit(batch, (queue,), now_ms)
+        self.log_removed(queue, gone, "purge")
         return len(gone)
 
     @verb
@@ -327,6 +331,11 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         attempts = [(each.message_id, each.attempts) for each in messages]
         self.history.forget_attempts(batch, queue, attempts)
         queue.counts.removed_total += len(messages)
+
+    def log_removed(self, queue: Queue, messages: Sequence[Item | Ended], reason: str) -> None:
+        """Write the records of the life-cycle log for messages that were removed."""
+        if life.level:
+            log_step("remove", queue.name, [each.message_id for each in messages], reason=reason)
 
     # --- changed settings ------------------------------------------------------------------
 

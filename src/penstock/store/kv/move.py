@@ -24,7 +24,7 @@ from penstock.store.codec.records import NO_LEASE
 from penstock.store.kv.publish import PublishVerbs
 from penstock.store.kv.settle import SettleVerbs
 from penstock.store.kv.state import verb
-from penstock.store.life import life, log_step
+from penstock.store.life import life, log_move, log_step
 from penstock.store.live import Item, lane_of
 
 if TYPE_CHECKING:
@@ -77,10 +77,12 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
         if next_due_ms is not None and next_due_ms <= now_ms:
             batch = self.begin()
             moved = self.active.come_due(batch, now_ms, budget)
-            came_due = sum(count for _, count in moved)
+            came_due = sum(len(ids) for _, ids in moved)
             self.commit(batch, [queue for queue, _ in moved], now_ms)
-            for queue, _ in moved:
+            for queue, ids in moved:
                 self.wake(queue)
+                if life.level:
+                    log_step("come_due", queue.name, ids)
         if self.overfull:
             failures += self.drop_excess(now_ms, budget)
         dead = self._move_dead_letters(now_ms, budget) if self.dead_letters.pending else 0
@@ -270,6 +272,9 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
             self._put_in(batch, queue, to, state, arriving, known, now_ms)
         queue.counts.moved_out_total += len(leaving)
         self.commit(batch, (queue, to), now_ms)
+        if life.level:
+            out, in_ = ([origin.message_id for origin, _ in some] for some in (leaving, arriving))
+            log_move(queue.name, to.name, out, in_, dead=dead)
         self.wake(to)
         if queue.fifo:
             # The head of a group may be gone, which others of it have waited for.

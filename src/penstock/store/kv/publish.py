@@ -22,7 +22,7 @@ from penstock.store import policy
 from penstock.store.codec.metadata import decode_heads
 from penstock.store.codec.opendata import PAYLOAD
 from penstock.store.kv.state import Core, verb
-from penstock.store.life import life, log_publish, log_step
+from penstock.store.life import life, log_routes, log_step
 from penstock.store.live import Item, lane_of
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class PublishVerbs(Core):
         self.put_totals(batch, now_ms)
         self.commit(batch, touched, now_ms)
         if life.level:
-            log_publish([item.message_id for item in placed], taken)
+            log_routes("publish", [item.message_id for item in placed], taken)
         if self.overfull:
             self.drop_if_possible(now_ms, len(messages))
         return ids

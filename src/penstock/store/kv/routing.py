@@ -29,6 +29,7 @@ from penstock.store import policy
 from penstock.store.codec.metadata import decode_heads, encode_metadata
 from penstock.store.kv.publish import PublishVerbs
 from penstock.store.kv.state import verb
+from penstock.store.life import life, log_routes, log_step
 from penstock.store.live import Item, lane_of
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class RoutingVerbs(PublishVerbs):
         batch.put(_cursor_key(log), cursor.end.to_bytes(8, "big"), self.system.family)
         self.put_totals(batch, now_ms)
         self.commit(batch, touched, now_ms)
+        if life.level:
+            log_routes("assign", [item.message_id for item in placed], routes)
         status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
         return Assigned(status, cursor.end, sum(map(len, routes)))
 
@@ -339,6 +342,8 @@ class RoutingVerbs(PublishVerbs):
         coverage.note(start, stop, text)
         self.put_coverage(batch, queue, coverage)
         self.commit(batch, (queue,), now_ms)
+        if life.level:
+            log_step("backfill", queue_name, [item.message_id for item in kept])
         asked = len(rows) if chosen is None else len(chosen)
         already = passed + len(rows) - len(items)
         missing = asked - len(rows) + len(items) - len(kept)

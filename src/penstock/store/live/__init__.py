@@ -215,20 +215,20 @@ class ActiveSet(Protocol[D]):
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Note in flight messages as held under another split of their lease."""
 
-    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
-        """Make delayed messages available whose time has come; say how many, by queue."""
-        moved: list[tuple[Queue, int]] = []
+    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, list[int]]]:
+        """Make delayed messages available whose time has come; return their ids, by queue."""
+        moved: list[tuple[Queue, list[int]]] = []
         while budget > 0 and (first := self._due.first()) and first[0] <= now_ms:
             queue = self._queues[first[1]]
-            count = self._come_due(batch, queue, now_ms, budget)
-            queue.counts.delayed -= count
-            queue.counts.available += count
-            budget -= count
-            moved.append((queue, count))
+            ids = self._come_due(batch, queue, now_ms, budget)
+            queue.counts.delayed -= len(ids)
+            queue.counts.available += len(ids)
+            budget -= len(ids)
+            moved.append((queue, ids))
         return moved
 
-    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
-        """Move due messages of a queue, note when the next one is due, and return how many."""
+    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> list[int]:
+        """Move due messages of a queue, note when the next one is due, and return their ids."""
 
     def next_due_ms(self) -> int | None:
         """Return when the next delayed message comes due."""

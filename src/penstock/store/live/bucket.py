@@ -236,12 +236,12 @@ class OpenBucket:
         self._heads[lane] = _encode_head(lane, position[0])
         return True
 
-    def come_due(self) -> tuple[bytes, bool]:
-        """Count the first delayed message as ready; return its lane, and whether it heads it."""
+    def come_due(self) -> tuple[Item, bool]:
+        """Count the first delayed message as ready; return it, and whether it heads its lane."""
         rank, claim_id = self.late.pop(0)
         self.late_claims.discard(claim_id)
-        lane = self.waiting[claim_id].lane
-        return lane, not self.fifo and self._insert(lane, (rank, claim_id))
+        item = self.waiting[claim_id]
+        return item, not self.fifo and self._insert(item.lane, (rank, claim_id))
 
     def hide(self, claim_id: int) -> None:
         """Make claims pass over a claimable message."""

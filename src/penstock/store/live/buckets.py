@@ -126,17 +126,17 @@ class BucketActive(BucketCache):
             directory.unblock(group_of(item.lane))
         return late
 
-    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, int]]:
+    def come_due(self, batch: Batch, now_ms: int, budget: int) -> list[tuple[Queue, list[int]]]:
         """Write mended summaries, also if nothing is due."""
         self._begin(batch)
         return super().come_due(batch, now_ms, budget)
 
-    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
+    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> list[int]:
         """Count delayed messages as ready in the order of their times; only summaries change."""
         directory = self._directories[queue.number]
         touched: dict[int, OpenBucket] = {}
-        count = 0
-        while count < budget and (first := directory.late.first()):
+        ids: list[int] = []
+        while len(ids) < budget and (first := directory.late.first()):
             rank, bucket_id = first
             if rank >> RANK_BITS > now_ms:
                 break
@@ -149,17 +149,17 @@ class BucketActive(BucketCache):
                 directory.late.set(bucket_id, None)
                 continue
             touched[bucket_id] = bucket
-            lane, heads = bucket.come_due()
+            item, heads = bucket.come_due()
             directory.late.set(bucket_id, bucket.due_rank())
             if heads:
-                directory.set_head(lane, bucket_id, bucket.head(lane))
+                directory.set_head(item.lane, bucket_id, bucket.head(item.lane))
             if queue.fifo:
-                directory.unblock(group_of(lane))
-            count += 1
+                directory.unblock(group_of(item.lane))
+            ids.append(item.message_id)
         for bucket in touched.values():
             self._write_summary(batch, queue, bucket)
         self._set_due(queue)
-        return count
+        return ids
 
     # --- claim ---------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class IndexedActive(ActiveSet[Directory]):
         if queue.spec.max_bytes:
             self._count_bytes(queue, items, 1)
 
-    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> int:
+    def _come_due(self, batch: Batch, queue: Queue, now_ms: int, budget: int) -> list[int]:
         """Move index entries from delayed to ready, in the order in which they came due."""
         prefix = DELAYED + queue.number4
         # One more than the budget tells when the next is due.
@@ -181,7 +181,7 @@ class IndexedActive(ActiveSet[Directory]):
             self._move_due(batch, queue, key, value)
         rest = rows[len(due) :]
         self._due.set(queue.number, visible_at_of_timer(rest[0][0]) if rest else None)
-        return len(due)
+        return [int.from_bytes(key[-8:], "big") for key, _ in due]
 
     def _move_due(self, batch: Batch, queue: Queue, key: bytes, value: bytes) -> None:
         directory = self._directories[queue.number]

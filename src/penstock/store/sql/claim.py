@@ -30,6 +30,7 @@ from penstock.store.codec.claimed import FAMILY_BYTES, ClaimedMessages, lease_to
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.life import life, log_step
 from penstock.store.sql.database import columns
+from penstock.store.sql.move import ALL
 from penstock.store.sql.queues import SqlQueues
 from penstock.store.sql.zones import KNOWN_MAX, NEVER_MS, choose, walk
 
@@ -227,6 +228,9 @@ class SqlClaim(SqlQueues):
         self.refresh(now_ms)
         queue = self.queue(queue_name)
         claims = [_Claim(self.store_id, queue, want, now_ms) for want in wants]
+        # A visit does not tell which messages were marked as delayed.
+        if life.level:
+            self.come_due(now_ms, ALL, queue)
         if self._serve(queue, claims, now_ms) and self.catch_up(
             now_ms, CATCH_UP_BUDGET, into=queue_name
         ):

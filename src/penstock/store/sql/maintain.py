@@ -118,7 +118,7 @@ class SqlMaintain(SqlClaim):
         if lease_ms <= now_ms:
             leases, failures = self.expire(now_ms, budget)
         if delay_ms <= now_ms:
-            came_due = self._come_due(now_ms, budget)
+            came_due = self.come_due(now_ms, budget)
         dropped = self.drop_excess(now_ms, budget)
         failures += dropped
         moved = self.move_dead_letters(now_ms, budget)
@@ -159,16 +159,6 @@ class SqlMaintain(SqlClaim):
             self.due(found)
         return self.due_ms
 
-    def _come_due(self, now_ms: int, budget: int) -> int:
-        rows = self.database.ask(
-            "come_due", queues=list(self.by_number), now_ms=now_ms, count=budget
-        )
-        for number in {row[0] for row in rows}:
-            queue = self.by_number.get(number)
-            if queue is not None:
-                self.wake(queue, sum(row[0] == number for row in rows))
-        return len(rows)
-
     def _search_zones(self, now_ms: int) -> None:
         followed_ms = self._followed_ms
         if self.on_minute is not None and not followed_ms <= now_ms < followed_ms + FOLLOW_MS:
@@ -206,7 +196,7 @@ class SqlMaintain(SqlClaim):
                 self.due_for_retention(at_ms)
                 if at_ms <= now_ms and removed < budget:
                     room, before = min(CHUNK, budget - removed), sequence_at(now_ms - kept_ms + 1)
-                    gone = self._trim(queue, state, now_ms, room, before)
+                    gone = self._trim(queue, state, now_ms, room, before, "retention")
                     count, removed = count + gone, removed + gone
         return removed
 

@@ -14,7 +14,7 @@ from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
 from penstock.model import State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
-from penstock.store.life import life, log_step
+from penstock.store.life import life, log_move, log_step
 from penstock.store.sql.database import columns
 from penstock.store.sql.publish import Items, SqlPublish
 from penstock.store.sql.settle import SqlSettle
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Messages that one transaction moves.
+# Messages that one transaction moves, or marks as due.
 STEP_MESSAGES: Final = 1_000
 # A budget for everything that there is.
 ALL: Final = 1_000_000
@@ -50,11 +50,30 @@ class SqlMove(SqlSettle, SqlPublish):
     ) -> int:
         """End leases that are over, drop what queues have too much, move dead letters; count all.
 
-        ``into``: only the dead letters of that queue, however many others there are.
+        ``into``: only the dead letters of that queue, however many others there are. Delays end by
+        the clock alone, and are marked here for the sake of the life-cycle log.
         """
         leases, _ = self.expire(now_ms, budget, queue)
+        if life.level:
+            self.come_due(now_ms, budget, queue)
         leases += self.drop_excess(now_ms, budget)
         return leases + self.move_dead_letters(now_ms, budget, into)
+
+    def come_due(self, now_ms: int, budget: int, queue: SqlQueue | None = None) -> int:
+        """Mark delays that are over, of one queue or of all, up to a budget; return how many."""
+        queues = list(self.by_number) if queue is None else [queue.number]
+        marked, more = 0, True
+        while more and marked < budget:
+            count = min(STEP_MESSAGES, budget - marked)
+            rows = self.database.ask("come_due", queues=queues, now_ms=now_ms, count=count)
+            for number in {row[0] for row in rows}:
+                due, ids = self.by_number.get(number), [row[1] for row in rows if row[0] == number]
+                if due is not None:
+                    self.wake(due, len(ids))
+                    if life.level:
+                        log_step("come_due", due.name, ids)
+            marked, more = marked + len(rows), len(rows) == count
+        return marked
 
     # --- verbs -----------------------------------------------------------------------------
 
@@ -156,11 +175,13 @@ class SqlMove(SqlSettle, SqlPublish):
                 chunk = self._pick(queue, state, room, now_ms)
             if not chunk:
                 break
-            count = self.change(
+            out, in_ = self.change(
                 partial(self._move_step, queue, to, state, chunk, now_ms, dead=dead)
             )
-            moved += count
-            if not count and ids is None:
+            if life.level:
+                log_move(queue.name, to.name, out, in_, dead=dead)
+            moved += len(out)
+            if not out and ids is None:
                 # None of them can be read: they stay where they are.
                 break
         return moved
@@ -231,11 +252,12 @@ class SqlMove(SqlSettle, SqlPublish):
         now_ms: int,
         *,
         dead: bool,
-    ) -> int:
+    ) -> tuple[list[int], list[int]]:
+        """Move messages; return those that left the one queue, and that came into the other."""
         database = self.database
         if len(database.run("share_queues", numbers=[queue.number, to.number])) < 2:
             # One of them has been deleted.
-            return 0
+            return [], []
         self.hold_instance()
         known = {
             message_id: metadata
@@ -248,7 +270,7 @@ class SqlMove(SqlSettle, SqlPublish):
         database.run("lock_pointers", **columns(zones, "queues", "zones"))
         leaving = self._take_out(queue, state, list(known), now_ms)
         if not leaving:
-            return 0
+            return [], []
         ids = sorted(leaving)
         live = {row[0] for row in database.run("find_live", queue=to.number, message_ids=ids)}
         arriving = [message_id for message_id in ids if message_id not in live]
@@ -296,7 +318,7 @@ class SqlMove(SqlSettle, SqlPublish):
             self._let_go([*live, *before])
         if live:
             database.run("forget_attempts", queue=queue.number, message_ids=sorted(live))
-        return len(ids)
+        return ids, arriving
 
     def _let_go(self, message_ids: Sequence[int]) -> None:
         """Take back a reference for each time that a message is named; delete those without any."""

@@ -12,7 +12,7 @@ from penstock.packing import metadata_head
 from penstock.store import policy
 from penstock.store.codec.metadata import Head
 from penstock.store.contract import FiltersChanged
-from penstock.store.life import life, log_publish
+from penstock.store.life import life, log_routes
 from penstock.store.policy import SEGMENT_MS, drops_oldest
 from penstock.store.sql.connection import Refused
 from penstock.store.sql.database import columns
@@ -219,7 +219,7 @@ class SqlPublish(SqlOverflow):
             return None
         self._note_items(items, now_ms)
         if life.level:
-            log_publish(rows[0][0], routes)
+            log_routes("publish", rows[0][0], routes)
         return list(rows[0][0])
 
     def _try_publish(
@@ -291,7 +291,7 @@ class SqlPublish(SqlOverflow):
             self.due(dedup_expires_ms)
         if life.level:
             stored_ids = dict(zip((nth for _, nth in places), ids, strict=True))
-            log_publish([stored_ids[nth] for nth in range(1, len(stored) + 1)], taken)
+            log_routes("publish", [stored_ids[nth] for nth in range(1, len(stored) + 1)], taken)
         if self.limited:
             try:
                 self.drop_excess(now_ms, max(DROP_MESSAGES, len(stored)), items.counts)
@@ -451,7 +451,7 @@ class SqlPublish(SqlOverflow):
         self._note_items(items, now_ms)
         if life.level:
             # With duplicates, which nobody knows any more.
-            log_publish(ids, repeat((), len(ids)) if routes is None else routes)
+            log_routes("publish", ids, repeat((), len(ids)) if routes is None else routes)
         return ids
 
 

@@ -1179,7 +1179,7 @@ WHERE EXISTS (SELECT 1 FROM items i WHERE i.queue = w.queue AND i.lease_id IS NO
 LIMIT 1;
 
 -- name: come_due
--- Mark delays that are over: only the count and the waking of claims depend on it.
+-- Mark delays that are over: only the count, the waking of claims and the life-cycle log depend on it.
 WITH d AS MATERIALIZED (
     SELECT i.queue, i.message_id FROM unnest(:queues::bigint[]) AS w (queue)
     CROSS JOIN LATERAL (
@@ -1192,7 +1192,7 @@ WITH d AS MATERIALIZED (
 UPDATE items i SET delayed = false
 FROM d
 WHERE i.queue = d.queue AND i.message_id = d.message_id
-RETURNING i.queue;
+RETURNING i.queue, i.message_id;
 
 -- name: next_due
 -- plan: once

@@ -12,8 +12,9 @@ from penstock.errors import InvalidInput, InvalidQueue, QueueNotFound
 from penstock.limits import MAX_OFFSET
 from penstock.model import Ordering, State
 from penstock.store.contract import FiltersChanged, LiveQueue
+from penstock.store.life import life, log_step
 from penstock.store.policy import Coverage, Stretch, drops_oldest
-from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
+from penstock.store.sql.move import ALL, ANY_STATE, STATES, UNCLAIMED, SqlMove
 from penstock.store.sql.routing import SqlRouting
 from penstock.store.sql.session import SLOTS, SqlQueue
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Messages that one transaction removes.
 CHUNK: Final = 1_000
+# Live messages are removed in whatever state only if they can't be delivered.
+WHY_REMOVED: Final = {UNCLAIMED: "retention", ANY_STATE: "broken"}
 
 
 class SqlQueues(SqlMove, SqlRouting):
@@ -135,28 +138,30 @@ class SqlQueues(SqlMove, SqlRouting):
         """Remove a queue with the rest of its messages; a drained one only if none waits there."""
         database = self.database
 
-        def work() -> tuple[SqlQueue | None, int]:
+        def work() -> tuple[SqlQueue | None, list[int]]:
             end = self.lock_heads().end
             # As of now: another process may have deleted it, and made it again.
             queue = self.by_name.get(queue_name)
             if queue is None or not database.run("lock_queue", number=queue.number):
-                return None, 0
+                return None, []
             # No message can come any more, but a claim may end: its message is done or failed then.
             if drained and (not queue.coverage.draining or self._has_live(queue, now_ms)):
-                return None, 0
+                return None, []
             # Before the rest, as every transaction locks them.
             self.changed(now_ms, filters_from=end)
             database.run("lock_pointers_of", queue=queue.number)
             rows = database.run("clear_queue", number=queue.number)
             rows += database.run("remove_queue", number=queue.number)
-            self._let_go([row[0] for row in rows])
-            return queue, len(rows)
+            ids = [row[0] for row in rows]
+            self._let_go(ids)
+            return queue, ids
 
         queue, removed = self.change_queues(work)
         if queue is not None:
             self.wake(queue)
+            self._log_removed(queue, removed, "purge")
         self._retention_looked_ms = None
-        return removed
+        return len(removed)
 
     def _drain(self, queue_name: str, now_ms: int) -> None:
         self.queue(queue_name)
@@ -229,7 +234,7 @@ class SqlQueues(SqlMove, SqlRouting):
         if before is None:
             self.catch_up(now_ms, ALL, queue)
         if message_ids is not None:
-            own = {"message_ids": list(message_ids), "states": [True]}
+            own: dict[str, Any] = {"message_ids": list(message_ids), "states": [True]}
             return self._remove_ended("take_ended", queue, State.FAILED, now_ms, **own)
         removed = 0
         for state in states:
@@ -254,7 +259,7 @@ class SqlQueues(SqlMove, SqlRouting):
         """Remove live messages that are in a state; return how many."""
         own = {"queue": queue.number, "message_ids": list(message_ids)}
 
-        def work() -> int:
+        def work() -> list[int]:
             if queue.fifo:
                 # Before the items, as every transaction locks them.
                 self.database.run("lock_pointers_of_items", **own)
@@ -266,33 +271,50 @@ class SqlQueues(SqlMove, SqlRouting):
             gone = {"live": -count, "live_bytes": -size, "in_flight": -leased, "removed": count}
             self.add_counts(queue.number, now_ms, **gone)
             self._forget_messages(queue, ids)
-            return count
+            return ids
 
-        return self.change(work)
+        return self._log_removed(queue, self.change(work), WHY_REMOVED.get(state, "purge"))
 
     def _trim(
-        self, queue: SqlQueue, state: State, now_ms: int, count: int, before: int | None = None
+        self,
+        queue: SqlQueue,
+        state: State,
+        now_ms: int,
+        count: int,
+        before: int | None = None,
+        reason: str = "purge",
     ) -> int:
         """Remove done or failed messages: all, or those below a sequence number."""
         before = MAX_OFFSET if before is None else before
-        own = {"failed": state is State.FAILED, "before": before, "count": count}
-        return self._remove_ended("trim_ended", queue, state, now_ms, **own)
+        own: dict[str, Any] = {"failed": state is State.FAILED, "before": before, "count": count}
+        return self._remove_ended("trim_ended", queue, state, now_ms, reason, **own)
 
     def _remove_ended(
-        self, statement: str, queue: SqlQueue, state: State, now_ms: int, **parameters: Any
+        self,
+        statement: str,
+        queue: SqlQueue,
+        state: State,
+        now_ms: int,
+        reason: str = "purge",
+        **parameters: Any,
     ) -> int:
         """Remove the done or failed messages that a statement deletes; return how many."""
 
-        def work() -> int:
-            rows = self.database.run(statement, queue=queue.number, **parameters)
-            if rows:
-                ids = [row[0] for row in rows]
+        def work() -> list[int]:
+            ids = [row[0] for row in self.database.run(statement, queue=queue.number, **parameters)]
+            if ids:
                 gone = {state.value: -len(ids)}
                 self.add_counts(queue.number, now_ms, removed=len(ids), **gone)
                 self._forget_messages(queue, ids)
-            return len(rows)
+            return ids
 
-        return self.change(work)
+        return self._log_removed(queue, self.change(work), reason)
+
+    def _log_removed(self, queue: SqlQueue, message_ids: Sequence[int], reason: str) -> int:
+        """Write to the life-cycle log which messages were removed; return how many."""
+        if life.level:
+            log_step("remove", queue.name, message_ids, reason=reason)
+        return len(message_ids)
 
     def _forget_messages(self, queue: SqlQueue, message_ids: Sequence[int]) -> None:
         """Remove the attempts at messages that leave a queue, and payloads that no queue holds."""

@@ -31,6 +31,7 @@ from penstock.model import (
 from penstock.store import filling, policy
 from penstock.store.codec.metadata import encode_metadata
 from penstock.store.filling import Filled
+from penstock.store.life import life, log_routes, log_step
 from penstock.store.policy import LogSettings
 from penstock.store.sql.publish import Items, SqlPublish
 
@@ -171,7 +172,12 @@ class SqlRouting(SqlPublish):
         self.refresh()
         policy.check_log(log, len(self._logs()))
         self._log_looked_ms = None
-        return self.change(lambda: self._assign(log, cursor, assignments, now_ms, epoch))
+        assigned, routes = self.change(
+            lambda: self._assign(log, cursor, assignments, now_ms, epoch)
+        )
+        if life.level:
+            log_routes("assign", routes, routes.values())
+        return assigned
 
     def _assign(
         self,
@@ -180,7 +186,8 @@ class SqlRouting(SqlPublish):
         assignments: Mapping[int, Sequence[str]],
         now_ms: int,
         epoch: int | None,
-    ) -> Assigned:
+    ) -> tuple[Assigned, dict[int, Sequence[str]]]:
+        """Assign a page; return the answer, and the queues that each message came into."""
         database = self.database
         earliest = self.earliest()
         at = max(database.run("lock_cursor", log=log, cursor=earliest)[0][0], earliest)
@@ -191,26 +198,26 @@ class SqlRouting(SqlPublish):
             database.run("share_queues", numbers=numbers)
         epoch_now, routing = self.hold_instance()
         if epoch not in {None, epoch_now}:
-            return Assigned(AssignStatus.FENCED, at, 0)
+            return Assigned(AssignStatus.FENCED, at, 0), {}
         policy.check_pipeline(routing)
         refusal = filling.refuse_page(cursor, at, earliest)
         if refusal is not None:
-            return Assigned(refusal, at, 0)
+            return Assigned(refusal, at, 0), {}
         self.refresh()
         if filling.is_outdated(cursor, self.head.filters_version, self.filter_changes):
-            return Assigned(AssignStatus.OUTDATED, at, 0)
+            return Assigned(AssignStatus.OUTDATED, at, 0), {}
         begin = max(at, cursor.begin)
         filling.check_page(log, cursor, assignments, self.head.end)
         rows = self._rows(log, begin, cursor.end, cursor.end - begin)
         filling.check_assigned(log, begin, assignments, (row[0] for row in rows))
-        items, refs = self._items(rows, assignments, begin, cursor.end, now_ms)
+        items, routes = self._items(rows, assignments, begin, cursor.end, now_ms)
         self._enqueue(items, now_ms)
-        held = {message_id: count for message_id, count in refs.items() if count}
+        held = {message_id: len(names) for message_id, names in routes.items() if names}
         if held:
             database.run("refer", message_ids=list(held), refs=list(held.values()))
-        database.run("move_cursor", log=log, cursor=cursor.end, unrouted=len(refs) - len(held))
+        database.run("move_cursor", log=log, cursor=cursor.end, unrouted=len(routes) - len(held))
         status = AssignStatus.APPLIED if begin == cursor.begin else AssignStatus.TRIMMED
-        return Assigned(status, cursor.end, len(items.rows))
+        return Assigned(status, cursor.end, len(items.rows)), routes
 
     def _items(
         self,
@@ -219,21 +226,21 @@ class SqlRouting(SqlPublish):
         begin: int,
         end: int,
         now_ms: int,
-    ) -> tuple[Items, dict[int, int]]:
-        """Make items of a page's messages for the queues that still want them; count those."""
+    ) -> tuple[Items, dict[int, Sequence[str]]]:
+        """Make items of a page's messages for the queues that still want them; return those too."""
         queues = self.by_name
 
         def coverage(name: str) -> Coverage | None:
             return queues[name].coverage if name in queues else None
 
         items = Items()
-        refs: dict[int, int] = {}
+        routes: dict[int, Sequence[str]] = {}
         wanting = filling.queues_wanting(coverage, begin, end)
         for message_id, _, head, kept in filling.assigned(rows, assignments, wanting):
-            refs[message_id] = len(kept)
+            routes[message_id] = kept
             for name in kept:
                 _add_logged(items, queues[name], message_id, head, now_ms)
-        return items, refs
+        return items, routes
 
     def _enqueue(self, items: Items, now_ms: int) -> None:
         """Put messages into queues, and count them."""
@@ -322,7 +329,7 @@ class SqlRouting(SqlPublish):
         matched = offsets if records is None else list(archived)
         sizes = None if records is None else [record.size for record, _ in records]
 
-        def work() -> tuple[Filled, SqlQueue]:
+        def work() -> tuple[Filled, SqlQueue, Sequence[int]]:
             queue = self.lock_queue(queue_name)
             self.hold_instance()
             filling.check_fill(queue_name, queue.spec, queue.coverage, filter_text)
@@ -334,7 +341,7 @@ class SqlRouting(SqlPublish):
             )
             if start >= stop:
                 further = max(start, begin) if chosen is None else end
-                return Filled(0, passed, 0, further), queue
+                return Filled(0, passed, 0, further), queue, ()
             rows: Rows
             if records is not None:
                 told = [archived[each][0] for each in chosen or ()]
@@ -355,11 +362,13 @@ class SqlRouting(SqlPublish):
             missing = 0 if chosen is None else len(chosen) - len(rows)
             missing += len(wanted) - len(kept)
             filled = Filled(len(kept), passed + len(rows) - len(wanted), missing, stop)
-            return filled, queue
+            return filled, queue, kept
 
         self.reach_end()
         self.queue(queue_name)
-        filled, queue = self.change(work)
+        filled, queue, kept = self.change(work)
+        if life.level:
+            log_step("backfill", queue_name, kept)
         known = self.by_number.get(queue.number)
         if known is not None:
             # It changes no version.
@@ -421,8 +430,10 @@ class SqlRouting(SqlPublish):
         routing: str | None = None,
     ) -> None:
         """Change the number of logs, how long they are kept, or who routes from here on."""
+        routes: dict[int, Sequence[str]] = {}
 
         def work() -> None:
+            routes.clear()
             end = self.lock_heads().end
             settings = msgspec.structs.replace(self.settings, changes=list(self.settings.changes))
             known = len(self._logs())
@@ -437,15 +448,21 @@ class SqlRouting(SqlPublish):
             if wanted > known:
                 self.database.run("add_heads", first=known, last=wanted - 1)
             if routing not in {None, self.routing}:
-                self._switch(routing, end, now_ms)
+                routes.update(self._switch(routing, end, now_ms))
             self.database.run("put_log_settings", value=msgspec.msgpack.encode(settings))
             self.changed(now_ms)
 
         self._log_looked_ms = None
         self.change_queues(work)
+        if life.level:
+            log_routes("assign", routes, routes.values())
 
-    def _switch(self, routing: str, end: int, now_ms: int) -> None:
-        """Let publish or a tailer route from the end of the log on; fence every tailer."""
+    def _switch(self, routing: str, end: int, now_ms: int) -> dict[int, Sequence[str]]:
+        """Let publish or a tailer route from the end of the log on; fence every tailer.
+
+        Return the queues of messages that were not routed yet, and are now.
+        """
+        routes: dict[int, Sequence[str]] = {}
         logs, earliest = self._logs(), self.earliest()
         # A tailer locks a cursor first, and then waits for the commit here.
         for log in logs:
@@ -458,8 +475,10 @@ class SqlRouting(SqlPublish):
             while self.routed_up_to() < end:
                 for log in logs:
                     page = self.read_log(log, None, filling.SWITCH_OFFSETS)
-                    self._assign(log, page.cursor, filling.match_page(page), now_ms, None)
+                    matched = filling.match_page(page)
+                    routes |= self._assign(log, page.cursor, matched, now_ms, None)[1]
         self.database.run("switch_routing", routing=routing)
+        return routes
 
 
 def _add_logged(

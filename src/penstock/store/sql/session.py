@@ -25,6 +25,7 @@ from penstock.errors import PenstockError, QueueNotFound, StoreDamaged
 from penstock.model import Ordering, QueueSpec
 from penstock.store import policy
 from penstock.store.contract import Progress
+from penstock.store.life import life, log_step
 from penstock.store.policy import Coverage, LogSettings
 from penstock.store.sql.zones import Zones
 
@@ -422,25 +423,27 @@ class SqlOverflow(SqlSession):
             queue = dropping[number]
             while dropped < budget and policy.is_over(queue.spec, *load):
                 some = min(DROP_MESSAGES, budget - dropped)
-                count, load = self.change(partial(self._drop, queue, some, now_ms))  # noqa: PLW2901
-                dropped += count
-                if not count:
+                ids, load = self.change(partial(self._drop, queue, some, now_ms))  # noqa: PLW2901
+                if life.level:
+                    log_step("fail", queue.name, ids, reason=policy.drop_reason(queue.spec))
+                dropped += len(ids)
+                if not ids:
                     # The messages left are in flight.
                     break
         return dropped
 
-    def _drop(self, queue: SqlQueue, limit: int, now_ms: int) -> tuple[int, Load]:
-        """Drop the oldest messages of a queue, up to a limit; return how many, and what is left."""
+    def _drop(self, queue: SqlQueue, limit: int, now_ms: int) -> tuple[list[int], Load]:
+        """Drop the oldest messages of a queue, up to a limit; return which, and what is left."""
         database, spec = self.database, queue.spec
         if not database.run("lock_queue", number=queue.number):
-            return 0, (0, 0)
+            return [], (0, 0)
         load = self._loads([queue])[queue.number]
         count = min(limit, policy.guess_excess(spec, *load))
         rows = database.run("oldest_waiting", queue=queue.number, count=count)
         ids = [row[0] for row in rows]
         ids = ids[: policy.count_excess(spec, *load, [row[1] for row in rows])]
         if not ids:
-            return 0, load
+            return [], load
         own = {"queue": queue.number, "message_ids": ids}
         if queue.fifo:
             # Before the items, as every transaction locks them.
@@ -457,7 +460,8 @@ class SqlOverflow(SqlSession):
         if queue.fifo:
             self.zones.lower({(queue.number, row[1]): now_ms for row in gone}, now_ms)
         self._note_failed(queue, len(gone), now_ms)
-        return len(gone), (load[0] - len(gone), load[1] - sum(row[2] for row in gone))
+        left = load[0] - len(gone), load[1] - sum(row[2] for row in gone)
+        return [row[0] for row in gone], left
 
     def _note_failed(self, queue: SqlQueue, count: int, now_ms: int) -> None:
         """Note that messages of a queue have failed: claims, retention, dead letters."""
