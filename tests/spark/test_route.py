@@ -527,7 +527,8 @@ def test_a_store_that_routes_inline_is_refused(
     spark: SparkSession, make_world: Callable[..., Any], tmp_path: Path
 ) -> None:
     world = make_world(routing="inline")
-    with pytest.raises(InvalidInput, match="routes inline"):
+    advice = "routes inline: .* switch it: penstock log configure --routing pipeline$"
+    with pytest.raises(InvalidInput, match=advice):
         start(spark, world, tmp_path / "ckpt")
     world.publish(30)
     now = status(world.location)

@@ -149,8 +149,8 @@ def take_over(location: str) -> int:
     if routing != "pipeline":
         raise InvalidInput(
             f"the store at {location} routes {routing}: messages are in their queues when publish "
-            "returns, and there is nothing to route. Only a store that was made with "
-            "routing='pipeline' is routed by Spark"
+            "returns, and there is nothing to route; to have Spark route it, switch it: penstock "
+            "log configure --routing pipeline"
         )
     return client.take_epoch()
 
