@@ -66,6 +66,10 @@ def encode_lease(lease: stored.LeaseRecord) -> bytes:
     )
 
 
+def test_of_queuebers_items_the_schema_has_what_queueber_writes(schema: Any) -> None:
+    assert [*schema.StoredItem.schema.fieldnames] == ["contents", "visibilityTsIndexKey", "id"]
+
+
 def test_stored_item_bytes() -> None:
     assert stored.encode_stored_item(*ITEM) == bytes.fromhex(ITEM_HEX)
     assert stored.decode_stored_item(bytes.fromhex(ITEM_HEX)) == (*ITEM, stored.NO_LEASE)

@@ -1,20 +1,16 @@
 @0xb7d29f6c1e5a4083;
-# Queueber's records, with Penstock's fields added at the end.
+# Queueber's records. StoredItem is what the importer reads from Queueber's databases; Penstock's own
+# has another layout (records.py). LeaseEntry is also what Penstock writes, with fields of its own at
+# the end.
 #
-# Cap'n Proto's rule of evolution is the upgrade recipe here: a field is only ever added, with
-# the next free number. A record that Queueber wrote has a smaller data section and fewer
-# pointers; the missing fields read as 0 or empty. Nothing is renumbered or removed.
+# Cap'n Proto's rule of evolution is the upgrade recipe of LeaseEntry: a field is only ever added, with
+# the next free number. A record that Queueber wrote has a smaller data section and fewer pointers;
+# the missing fields read as 0 or empty. Nothing is renumbered or removed.
 
 struct StoredItem {
   contents @0 :Data;
   visibilityTsIndexKey @1 :Data;
   id @2 :Data;
-
-  # From here on: Penstock's.
-  attempts @3 :UInt16;
-  forgiven @4 :UInt16;               # attempts that don't count towards the queue's maximum
-  visibleAtMs @5 :UInt64;
-  lease @6 :Data;                    # 16 bytes: the lease it is in flight under, or zeros
 }
 
 struct LeaseEntry {
