@@ -372,7 +372,7 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_420,
+    ".": 3_430,
     "broker": 3_380,
     "cli": 3_325,
     "client": 2_420,
@@ -384,18 +384,18 @@ BUDGETS = {
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 8_750,
+    "server": 8_820,
     "server/console": 1_880,
     "spark": 5_415,
-    "store": 1_820,
+    "store": 1_830,
     "store/codec": 1_380,
-    "store/kv": 6_315,
+    "store/kv": 6_350,
     "store/live": 2_400,
-    "store/sql": 8_535,
+    "store/sql": 8_600,
     "wire": 2_040,
     "worker": 2_425,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_000, 46_250, 215, 13_680
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_150, 46_350, 215, 13_730
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
@@ -548,8 +548,10 @@ def test_every_decision_is_listed_and_has_its_parts() -> None:
     pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
     assert len(pages) >= 14
     index = text_of("docs/decisions/README.md")
-    for number, page in enumerate(pages, 1):
-        assert page.name.startswith(f"{number:04}-")
+    # Numbers are given out before their pages are written, so that some may be missing.
+    numbers = [int(page.name.partition("-")[0]) for page in pages]
+    assert len(set(numbers)) == len(numbers)
+    for number, page in zip(numbers, pages, strict=True):
         assert f"({page.name})" in index
         text = page.read_text()
         assert text.startswith(f"# {number:04}: ")

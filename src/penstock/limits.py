@@ -121,6 +121,9 @@ SPARE_FILES: Final = 64
 MAX_BUFFERED_BYTES: Final = 512 * 1024 * 1024
 MAX_STRANGERS_BYTES: Final = 64 * 1024 * 1024
 MAX_ALL_WAITING_CLAIMS: Final = 100_000
+# Requests of one connection that are begun before the others have their turn, and the time for it.
+MAX_TURN_ANSWERS: Final = 32
+MAX_TURN_MS: Final = 2
 
 # --- HTTP -------------------------------------------------------------------------------------
 HTTP_MAX_REQUEST_LINE_BYTES: Final = 16 * 1024

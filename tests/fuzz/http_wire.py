@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +10,7 @@ from penstock.server.http import HttpBounds, Request, Response
 from penstock.server.http_connection import HttpConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["SEEDS", "one"]
 
@@ -70,7 +69,17 @@ class _Transport:
 
 
 class _Loop:
-    """Has the time, and nothing to run: the handler answers at once."""
+    """Has the time, and runs what is due soon when it is told to."""
+
+    def __init__(self) -> None:
+        self.soon: list[Callable[[], object]] = []
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        self.soon.append(callback)
+
+    def turn(self) -> None:
+        while self.soon:
+            self.soon.pop()()
 
     def time(self) -> float:
         return 0.0
@@ -98,13 +107,16 @@ class _Home:
 def answers(pieces: Iterable[bytes]) -> bytes:
     """Return all that a connection writes that gets these pieces."""
     home, transport = _Home(), _Transport()
-    loop = cast(asyncio.AbstractEventLoop, _Loop())
-    connection = HttpConnection(cast(Any, home), loop, home.slots.enter(cast(Any, None), "http"))
+    loop = _Loop()
+    connection = HttpConnection(
+        cast(Any, home), cast(Any, loop), home.slots.enter(cast(Any, None), "http")
+    )
     connection.connection_made(cast(Any, transport))
     for piece in pieces:
         if transport.closed:
             break
         connection.data_received(piece)
+        loop.turn()
     # How it ends may depend on when the last piece came; the answers may not.
     out = bytes(transport.out)
     connection.overdue()

@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -158,6 +159,27 @@ def test_who_expects_it_is_told_to_continue(served: Served) -> None:
     assert statuses(exchange(served, huge)) == [413]
 
 
+CHUNKED = b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_trailers_are_no_headers() -> None:
+    seen: list[Request] = []
+
+    def fallback(request: Request) -> Response:
+        seen.append(request)
+        return Response(200)
+
+    with serving(bounds=PATIENT, wrap=lambda _: fallback) as here:
+        trailers = b"".join(b"t%d: x\r\n" % index for index in range(98))
+        data = CHUNKED + b"1\r\nx\r\n0\r\nX-Amz-Target: y\r\n" + trailers[:-8] + b"\r\n"
+        head = b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n"
+        # As many bytes as headers may have, after as many of a request before it.
+        longest = b"X: " + b"a" * (32_768 - 9 - 19 - 5) + b"\r\n\r\n"
+        assert statuses(exchange(here, data * 2 + head + longest)) == [200, 200, 200]
+    assert [set(each.headers) for each in seen[:2]] == [{"host", "transfer-encoding"}] * 2
+    assert [each.body for each in seen] == [b"x", b"x", b""]
+
+
 @pytest.mark.parametrize(
     ("data", "status"),
     [
@@ -185,6 +207,13 @@ def test_who_expects_it_is_told_to_continue(served: Served) -> None:
             431,
         ),
         (b"CONNECT h:1 HTTP/1.1\r\nHost: h\r\n\r\n", 400),
+        # One byte more than all headers may have, and one header more, all of the same name.
+        (b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"a" * (32_768 - 9 - 4) + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: h\r\n" + b"a:\r\n" * 100 + b"\r\n", 431),
+        (CHUNKED.replace(b"chunked", b"gzip, chunked") + b"0\r\n\r\n", 501),
+        (CHUNKED + b"0\r\n" + b"a:\r\n" * 100 + b"\r\n", 431),
+        (CHUNKED + b"0\r\na: " + b"b" * 1_000_000, 431),
+        (CHUNKED + b"1;" + b"b" * 1_000_000, 431),
     ],
 )
 def test_bad_input_is_answered_and_the_connection_closed(
@@ -410,6 +439,35 @@ def test_a_handler_that_fails_is_an_error_500(caplog: pytest.LogCaptureFixture) 
 
     run_listener(talk)
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+
+
+def test_a_burst_of_requests_gives_others_their_turn() -> None:
+    turns: list[int] = []
+    turn = 0
+
+    async def story() -> None:
+        nonlocal turn
+
+        def note(_: Request) -> Answering:
+            turns.append(turn)
+            return Response(200)
+
+        http = Http({}, note, bounds=PATIENT)
+        await http.start()
+        reader, writer = await asyncio.open_connection(*http.address)
+        burst = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * 4_999
+        writer.write(burst + b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        reading = asyncio.ensure_future(reader.read())
+        while not reading.done():
+            turn += 1
+            assert http.slots.held_bytes < 300_000
+            await asyncio.sleep(0)
+        assert len(statuses(await reading)) == len(turns) == 5_000
+        writer.close()
+        await http.stop(0)
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    assert max(Counter(turns).values()) <= limits.MAX_TURN_ANSWERS
 
 
 def test_stopping_lets_what_is_in_hand_be_answered() -> None:

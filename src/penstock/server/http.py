@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from asyncio import CancelledError, get_running_loop
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import lru_cache
+from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -71,6 +73,28 @@ class Response(msgspec.Struct):
 
 Answering: TypeAlias = Response | Coroutine[Any, Any, Response]
 Handler: TypeAlias = Callable[[Request], Answering]
+
+
+@lru_cache(maxsize=100)
+def _first_lines(status: int, content_type: str) -> str:
+    """Return the lines of an answer's head that most answers share."""
+    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
+
+
+def response_bytes(response: Response, request: Request | None, *, last: bool) -> bytes:
+    """Write an answer; ``last``: the connection ends with it."""
+    head = _first_lines(response.status, response.content_type)
+    for name, value in response.headers:
+        head += f"{name}: {value}\r\n"
+    if last:
+        head += "Connection: close\r\n"
+    elif request is not None and request.old:
+        head += "Connection: keep-alive\r\n"
+    if response.stream is None:
+        head += f"Content-Length: {len(response.body)}\r\n"
+    data = f"{head}\r\n".encode("latin-1", "replace")
+    head_only = request is not None and request.method == "HEAD"
+    return data if head_only else data + response.body
 
 
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from contextlib import aclosing
 from functools import lru_cache, partial
-from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
@@ -21,8 +20,9 @@ import httptools
 import msgspec
 
 from penstock import limits
+from penstock.clock import loop_seconds
 from penstock.server.connections import Listener
-from penstock.server.http import HttpBounds, Request, Response, Steps, begin
+from penstock.server.http import HttpBounds, Request, Response, Steps, begin, response_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
@@ -33,9 +33,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Parsed at a time: of a body, and of what may be many requests.
 _SLICE_BYTES: Final = 16 * 1024
+_HEAD_SLICE_BYTES: Final = 2 * 1024
+_TURN_SECONDS: Final = limits.MAX_TURN_MS / 1000
 _LINGER_MS: Final = 2_000
 _MAX_HEAD_BYTES: Final = limits.HTTP_MAX_HEADERS_BYTES + limits.HTTP_MAX_REQUEST_LINE_BYTES
+# Of a header's line beside name and value.
+_FIELD_BYTES: Final = len(": \r\n")
 # Bytes that a header takes in memory beside its own.
 _HEADER_BYTES: Final = 200
 _FAILED: Final = Response(500, b"internal error\n")
@@ -45,12 +50,6 @@ _FAILED: Final = Response(500, b"internal error\n")
 def _header_name(written: bytes) -> str:
     """Return a header's name in lower case; clients send the same few over and over."""
     return written.decode("latin-1").lower()
-
-
-@lru_cache(maxsize=100)
-def _first_lines(status: int, content_type: str) -> str:
-    """Return the lines of an answer's head that most answers share."""
-    return f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
 
 
 class HttpConnection(asyncio.Protocol):
@@ -80,7 +79,10 @@ class HttpConnection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         # By its head: whether it is of HTTP/1.0, and whether it offers another protocol.
         self._old = self._upgrade = False
-        self._head_fed = 0
+        # Bytes fed since the request began, or since the last part of its body.
+        self._fed_bytes = 0
+        # Header and trailer fields of the request, and their bytes.
+        self._fields = self._fields_bytes = 0
         self._body = bytearray()
         self._in_request = False
         self._in_head = True
@@ -91,6 +93,9 @@ class HttpConnection(asyncio.Protocol):
         self._read_paused = False
         self._write_paused = False
         self._streaming = False
+        # Answers that may still begin before other connections have their turn; whether they have.
+        self._answers_left = limits.MAX_TURN_ANSWERS
+        self._yielded = False
         self.deadline = inf
 
     # --- the transport's callbacks -----------------------------------------------------------
@@ -134,8 +139,8 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being answered."""
-        return self._answering is None
+        """Whether no request that has come is unanswered."""
+        return self._answering is None and not self._pending and not self._unfed
 
     def refuse(self, why: str) -> None:
         """Make way for others: they have more in hand than there may be."""
@@ -146,7 +151,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes."""
-        if self._shut:
+        if self._shut or self._refusal is not None:
             return
         self._held_bytes += len(data)
         if self._unfed:
@@ -165,7 +170,7 @@ class HttpConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Answer the request at work, if that does not take long: the client sends no more."""
-        if self._http.secure or self._answering is None or self._streaming:
+        if self._http.secure or self.idle or self._streaming:
             return False
         self._close_after = True
         if self._asked is not None:
@@ -200,7 +205,15 @@ class HttpConnection(asyncio.Protocol):
             self._refuse_later(431, "the request line is too long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; of one that comes twice, the values are joined."""
+        """Take a header; of one that comes twice, the values are joined. Trailers are dropped."""
+        self._fields += 1
+        self._fields_bytes += len(name) + len(value) + _FIELD_BYTES
+        if self._fields > limits.HTTP_MAX_HEADERS:
+            self._refuse_later(431, "too many headers")
+        elif self._fields_bytes > limits.HTTP_MAX_HEADERS_BYTES:
+            self._refuse_later(431, "the headers are too long")
+        if self._refusal is not None or not self._in_head:
+            return
         headers = self._headers
         key = _header_name(name)
         text = value.decode("latin-1")
@@ -216,9 +229,7 @@ class HttpConnection(asyncio.Protocol):
         version = "1.1" if kept else self._parser.get_http_version()
         self._old = version == "1.0"
         self._upgrade = self._parser.should_upgrade()
-        if len(headers) > limits.HTTP_MAX_HEADERS:
-            self._refuse_later(431, "too many headers")
-        elif not self._old and version != "1.1":
+        if not self._old and version != "1.1":
             self._refuse_later(505, "HTTP/1.1 is spoken here")
         elif not self._old and "host" not in headers:
             self._refuse_later(400, "a Host header is required")
@@ -226,6 +237,8 @@ class HttpConnection(asyncio.Protocol):
             self._parser.get_method() == b"CONNECT" or "transfer-encoding" in headers
         ):
             self._refuse_later(400, "no other protocol is spoken here")
+        elif headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            self._refuse_later(501, "the one transfer encoding here is chunked")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > self._http.bounds.body_bytes:
             self._refuse_later(413, f"a body has at most {self._http.bounds.body_bytes} bytes")
@@ -236,6 +249,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         """Take a part of the body."""
+        self._fed_bytes = 0
         if len(self._body) + len(part) > self._http.bounds.body_bytes:
             self._refuse_later(413, f"a body has at most {self._http.bounds.body_bytes} bytes")
         elif self._refusal is None:
@@ -244,7 +258,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Take a request that is whole, but for a body that the parser leaves to others."""
         self._in_head = True
-        self._head_fed = 0
+        self._fed_bytes = self._fields = self._fields_bytes = 0
         length = self._headers.get("content-length", "0") if self._upgrade else "0"
         if self._refusal is None and length != "0":
             self._unparsed = int(length)
@@ -286,17 +300,20 @@ class HttpConnection(asyncio.Protocol):
             return
         self._request_bytes = 0
         self._pending.append(request)
-        # From here on it is the request's alone, and goes when that is answered.
         self._body, self._headers, self._url = bytearray(), {}, b""
 
     def _feed(self, data: bytes) -> None:
         at, size = 0, len(data)
         while at < size and not self._shut:
-            if len(self._pending) >= limits.HTTP_MAX_PIPELINED:
+            if self._refusal is not None:
+                self._held(at - size)
+                return
+            if self._yielded or len(self._pending) >= limits.HTTP_MAX_PIPELINED:
                 self._unfed = data[at:]
                 self._hold_reading()
                 return
-            part = data[at : at + _SLICE_BYTES] if at or size > _SLICE_BYTES else data
+            most = _HEAD_SLICE_BYTES if self._in_head else _SLICE_BYTES
+            part = data[at : at + most] if at or size > most else data
             if self._unparsed:
                 part = part[: self._unparsed]
             fed = len(part)
@@ -310,8 +327,7 @@ class HttpConnection(asyncio.Protocol):
                     self._take(self._unparsed_method, keep=True)
                     self._next()
                 continue
-            if self._in_head:
-                self._head_fed += fed
+            self._fed_bytes += fed
             try:
                 self._parser.feed_data(part)
             except httptools.HttpParserUpgrade as upgrade:
@@ -325,7 +341,7 @@ class HttpConnection(asyncio.Protocol):
                 self._refuse_later(status, "this is not HTTP")
             except ValueError:
                 self._refuse_later(400, "this is not HTTP")
-            if self._in_request and self._in_head and self._head_fed > _MAX_HEAD_BYTES:
+            if self._in_request and self._fed_bytes > _MAX_HEAD_BYTES:
                 self._refuse_later(431, "the headers are too long")
             self._next()
 
@@ -338,19 +354,36 @@ class HttpConnection(asyncio.Protocol):
         """Answer what waits, then read on."""
         if self._pending or self._refusal is not None:
             self._next()
-        stopped = self._write_paused or self._shut
+        if self._unfed and not self._write_paused:
+            data, self._unfed = self._unfed, b""
+            self._feed(data)
+        stopped = self._write_paused or self._yielded or self._shut or self._unfed
         if self._read_paused and not stopped and len(self._pending) < limits.HTTP_MAX_PIPELINED:
             self._read_paused = False
             self._transport.resume_reading()
-            if self._unfed:
-                data, self._unfed = self._unfed, b""
-                self._feed(data)
+        if self._close_after and self.idle and not self._shut:
+            self._shut = True
+            self._transport.close()
+
+    def _begin_turn(self) -> None:
+        """Go on after other connections have had their turn."""
+        self._yielded = False
+        self._answers_left = limits.MAX_TURN_ANSWERS
+        if not self._shut:
+            self._go_on()
 
     # --- answering ---------------------------------------------------------------------------
 
     def _next(self) -> None:
         """Answer the requests that wait, up to the first that takes its time."""
+        began = loop_seconds()
         while self._pending and self._answering is None and not self._write_paused:
+            if self._yielded:
+                return
+            self._answers_left -= 1
+            if not self._answers_left or loop_seconds() - began > _TURN_SECONDS:
+                self._yielded = True
+                self._loop.call_soon(self._begin_turn)
             request = self._pending.popleft()
             self.deadline = inf
             request.left = self._close_after
@@ -388,7 +421,7 @@ class HttpConnection(asyncio.Protocol):
         self, request: Request, response: Response, stream: AsyncGenerator[bytes, None]
     ) -> None:
         """Send the parts of a stream as they come, until it ends or the connection does."""
-        self._write(response, request, last=True)
+        self._transport.write(response_bytes(response, request, last=True))
         self._held(-request.size)
         async with aclosing(stream):
             if request.method != "HEAD" and not self._http.stopping:
@@ -410,9 +443,10 @@ class HttpConnection(asyncio.Protocol):
             return
         if not self._transport.is_closing():
             # A client that has closed its side still gets the answers to its requests.
-            stop = self._http.stopping or (self._close_after and not self._pending)
+            more = self._pending or self._unfed
+            stop = self._http.stopping or (self._close_after and not more)
             last = stop or not request.keep
-            self._write(response, request, last=last)
+            self._transport.write(response_bytes(response, request, last=last))
             if last:
                 self._shut = True
                 self._pending.clear()
@@ -420,20 +454,6 @@ class HttpConnection(asyncio.Protocol):
             else:
                 self._rest()
         self._held(-request.size)
-
-    def _write(self, response: Response, request: Request | None, *, last: bool) -> None:
-        head = _first_lines(response.status, response.content_type)
-        for name, value in response.headers:
-            head += f"{name}: {value}\r\n"
-        if last:
-            head += "Connection: close\r\n"
-        elif request is not None and request.old:
-            head += "Connection: keep-alive\r\n"
-        if response.stream is None:
-            head += f"Content-Length: {len(response.body)}\r\n"
-        data = f"{head}\r\n".encode("latin-1", "replace")
-        head_only = request is not None and request.method == "HEAD"
-        self._transport.write(data if head_only else data + response.body)
 
     def _rest(self) -> None:
         """Set the deadline of a connection that has nothing in hand."""
@@ -460,7 +480,8 @@ class HttpConnection(asyncio.Protocol):
             return
         self._shut = True
         self._drop_input()
-        self._write(Response(status, f"{reason}\n".encode()), None, last=True)
+        refusal = Response(status, f"{reason}\n".encode())
+        self._transport.write(response_bytes(refusal, None, last=True))
         if not self._http.secure and self._transport.can_write_eof():
             self._transport.write_eof()
             if self._read_paused:
