@@ -375,7 +375,7 @@ BUDGETS = {
     ".": 3_430,
     "broker": 3_380,
     "cli": 3_325,
-    "client": 2_420,
+    "client": 2_430,
     "engines": 3_585,
     "filters": 1_395,
     "flight": 3_800,
@@ -390,12 +390,12 @@ BUDGETS = {
     "store": 1_830,
     "store/codec": 1_380,
     "store/kv": 6_350,
-    "store/live": 2_400,
+    "store/live": 2_420,
     "store/sql": 8_600,
     "wire": 2_040,
-    "worker": 2_425,
+    "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_150, 46_350, 215, 13_730
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_150, 46_350, 215, 13_740
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -32,7 +32,7 @@ from penstock.consuming import (
     Settlement,
     Settlements,
 )
-from penstock.errors import BrokerClosed, PenstockError
+from penstock.errors import BrokerClosed, PenstockError, StoreDamaged
 from penstock.model import Delivery, Outcome, OutcomeStatus
 from penstock.validation import check_count, check_optional, check_text
 from penstock.wire import native as wire
@@ -194,11 +194,20 @@ class HeldMessages(Subscription):
         self.wake()
 
     def ended(self, error: BaseException) -> None:
-        """Give back what nobody has begun."""
+        """Give back what nobody has begun, unless all is well but for other messages."""
         self.error = error
         self.send()
-        self._give_back(len(self.ready))
+        if isinstance(error, StoreDamaged):
+            # The caller gets what could be read before the error; ticks go on until then.
+            self.transport.connection.subscriptions.add(self)
+        else:
+            self._give_back(len(self.ready))
         self.wake()
+
+    @property
+    def over(self) -> bool:
+        """Whether its caller has all that comes."""
+        return self.error is not None and not self.ready
 
     def close(self) -> None:
         """End it, and give back what nobody has begun."""
@@ -207,7 +216,7 @@ class HeldMessages(Subscription):
 
     def let_go(self) -> None:
         """Close it if it is not: nobody takes its messages any more. On whatever thread."""
-        if self.error is None and not self.transport.forked:
+        if not (self.over or self.transport.forked):
             # A loop that is closed has ended everything.
             with suppress(RuntimeError):
                 self.transport.loop.call_soon_threadsafe(self.close)
@@ -240,6 +249,8 @@ class HeldMessages(Subscription):
         if old:
             self._give_back(old)
         super().tick(now_ms)
+        if self.over:
+            self.transport.connection.subscriptions.discard(self)
 
     # --- settlements -------------------------------------------------------------------------
 
@@ -444,7 +455,7 @@ class AsyncConsumer:
         """End it: messages that were not taken are given back."""
         if self._held.transport.forked:
             return
-        if self._held.error is None:
+        if not self._held.over:
             self._held.close()
         await self._held.flush()
 

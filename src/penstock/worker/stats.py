@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import msgspec
 
-from penstock.errors import PenstockError, needs_extra
+from penstock.errors import PenstockError, StoreDamaged, needs_extra
 from penstock.histogram import Histogram
 from penstock.model import OutcomeStatus, QueueSpec
 from penstock.store.policy import backoff_ms
@@ -35,6 +35,8 @@ SECONDS: Final = (
 ATTEMPTS: Final = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 20.0, 50.0, 100.0)
 # The pause between two tries of an activity, in the terms that queues have for theirs.
 PAUSES: Final = QueueSpec(name="worker", filter="", backoff_base_ms=250, backoff_cap_ms=10_000)
+# The same while the store can't read some messages: others may come that it can.
+DAMAGED_PAUSE_MS: Final = 1_000
 # Receipts of one queue begin alike: with the store and the queue.
 RECEIPT_QUEUE_CHARS: Final = 21
 # Kinds of handler failures that the log tells apart; later kinds are logged at debug alone.
@@ -260,7 +262,8 @@ class Activity:
             text = "%s does not work, it is tried again: %s"
             log.warning(text, self.name, error, exc_info=trace)
         self._on_error(error)
-        return backoff_ms(PAUSES, self._failures, self._clock.random)
+        pause_ms = backoff_ms(PAUSES, self._failures, self._clock.random)
+        return min(pause_ms, DAMAGED_PAUSE_MS) if isinstance(error, StoreDamaged) else pause_ms
 
 
 @contextmanager

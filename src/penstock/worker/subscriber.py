@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # How long the loop's thread may take to end a subscription.
 CLOSE_SECONDS: Final = 5.0
+# How long one has to stand after another has failed, before it is taken to work again.
+PROVE_SECONDS: Final = 0.25
 
 
 class _Pushes(Subscription):
@@ -93,6 +95,9 @@ class Subscriber(Claimer):
                     )
                     self._state.ask(self._queue, room)
                     client.subscribe(pushes)
+                    # Why it ends, if it can't be, is told later.
+                    if self._activity.in_trouble and pushes.over.wait(PROVE_SECONDS):
+                        continue
                 else:
                     self._state.ask(self._queue, room)
                     call(pushes.ask, room)

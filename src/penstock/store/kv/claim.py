@@ -57,7 +57,8 @@ class ClaimVerbs(MaintainVerbs):
         """Take messages for several claims in one scan and one commit, each under its own lease.
 
         They are served in order: the last ones may get nothing. A claim passes over unreadable
-        messages. It answers "nothing" only after it has read everything that there may be.
+        messages. It answers "nothing" only after it has read everything that there may be, and
+        raises instead as long as unreadable messages wait.
         """
         unseen = None
         if self.is_due(now_ms):
@@ -69,7 +70,8 @@ class ClaimVerbs(MaintainVerbs):
         queue, active = self.by_name.get(queue_name) or self.queue(queue_name), self.active
         if unseen is not None and not (queue.counts.in_flight or queue.counts.delayed):
             unseen = None
-        unseen = unseen or active.damage.get(queue.number)
+        if active.damage or active.passed:
+            unseen = unseen or active.unseen(queue)
         if not active.ready_groups(queue):
             if unseen is not None:
                 raise unseen.anew()
@@ -81,10 +83,13 @@ class ClaimVerbs(MaintainVerbs):
             passed += len(unread)
             unseen = unread[0]
             answers, unread = self._serve(queue, wants, now_ms)
-        if not any(map(_rows_of, answers)):
-            unseen = unseen or active.damage.get(queue.number)
-            if unseen is not None:
+        if active.damage or active.passed:
+            unseen = unseen or active.unseen(queue)
+        if unseen is not None:
+            if not any(map(_rows_of, answers)):
                 raise unseen.anew()
+            # Claims that wait are to be told as well.
+            self.wake(queue)
         return answers
 
     def _serve(
@@ -214,18 +219,18 @@ class ClaimVerbs(MaintainVerbs):
         turns = iter(claims)
         claim: _Claim | None = None
         broken: list[Item] = []
-        unread: list[Item] = []
-        behind: list[Item] = []
+        unread: dict[int, StoreDamaged] = {}
+        back: list[Item] = []
         groups: set[bytes] = set()
         for (item, metadata), payload in zip(items, payloads, strict=True):
             if isinstance(payload, StoreDamaged):
-                self.active.unread.append(payload)
-                unread.append(item)
+                unread[item.key] = payload.anew()
+                back.append(item)
                 groups.add(group_of(item.lane))
                 continue
             if groups and queue.fifo and group_of(item.lane) in groups:
                 # It waits for the one before it.
-                behind.append(item)
+                back.append(item)
                 continue
             # Items come in the order of the grants.
             while claim is None or claim.lease != item.lease:
@@ -240,7 +245,7 @@ class ClaimVerbs(MaintainVerbs):
             claim.answer.rows.append(row)
             claim.keys.append(item.key.to_bytes(8, "big"))
         if unread:
-            self._untake(batch, queue, [*unread, *behind], now_ms)
+            self._untake(batch, queue, back, now_ms)
             self.active.pass_over(queue, unread)
         if broken:
             self.active.settle(batch, queue, broken)

@@ -135,13 +135,13 @@ class ActiveSet(Protocol[D]):
     ``healed`` counts index or directory entries that had no message and were removed.
     ``first_keys`` are those of its tables.
 
-    ``passed`` are messages (queue number, key) that claims pass over, because they can't be read;
-    ``unread`` says why, of those that were met since somebody took it. ``damage`` is why a queue,
-    by number, may have more to claim than is known of.
+    ``passed`` are waiting messages that claims pass over, by queue number and key, and why they
+    can't be read; ``unread`` has the reasons that were met since somebody took it. ``damage`` is
+    why a queue, by number, may have more to claim than is known of.
     """
 
     healed: int
-    passed: set[tuple[int, int]]
+    passed: dict[int, dict[int, StoreDamaged]]
     unread: list[StoreDamaged]
     damage: dict[int, StoreDamaged]
     first_keys: Sequence[FirstKeys]
@@ -153,7 +153,7 @@ class ActiveSet(Protocol[D]):
 
     def __init__(self, quarantine: Quarantine, first_keys: Sequence[FirstKeys] = ()) -> None:
         self._quarantine, self.first_keys = quarantine, first_keys
-        self.healed, self.passed, self.unread = 0, set(), []
+        self.healed, self.passed, self.unread = 0, {}, []
         self._directories, self._queues, self._due = Directories(), {}, DueHeap()
         self.damage = self._directories.damage
 
@@ -208,9 +208,23 @@ class ActiveSet(Protocol[D]):
     def put_back(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Move messages from in flight back to waiting, as :meth:`add` does."""
 
-    def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
-        """Make claims pass waiting messages over; on a FIFO queue, also those behind them."""
-        self.passed.update((queue.number, item.key) for item in items)
+    def pass_over(self, queue: Queue, unread: Mapping[int, StoreDamaged]) -> None:
+        """Make claims pass waiting messages over, by key; on a FIFO queue, also those behind."""
+        self.unread += unread.values()
+        self.passed.setdefault(queue.number, {}).update(unread)
+
+    def unpass(self, queue: Queue, items: Sequence[Item]) -> None:
+        """Forget messages that do not wait any more."""
+        passed = self.passed.get(queue.number, {})
+        for item in items if passed else ():
+            passed.pop(item.key, None)
+        if not passed:
+            self.passed.pop(queue.number, None)
+
+    def unseen(self, queue: Queue) -> StoreDamaged | None:
+        """Return why a claim may not get everything that waits in a queue, if so."""
+        passed = self.passed.get(queue.number, {}).values()
+        return self.damage.get(queue.number) or next(iter(passed), None)
 
     def relabel(self, batch: Batch, queue: Queue, items: Sequence[Item], lease: bytes) -> None:
         """Note in flight messages as held under another split of their lease."""

@@ -259,15 +259,15 @@ class BucketCache(ActiveSet[BucketDirectory]):
         if bucket.tally() != known:
             self._mend(queue, bucket_id, bucket, "it did not agree")
         self._keep(queue, bucket)
-        if self.passed:
+        if queue.number in self.passed:
             self._hide(queue, bucket)
         return bucket
 
     def _hide(self, queue: Queue, bucket: OpenBucket) -> None:
         """Make claims pass over the marked messages of a bucket."""
-        directory = self._directories[queue.number]
+        directory, passed = self._directories[queue.number], self.passed[queue.number]
         for claim_id, item in bucket.waiting.items():
-            if (queue.number, claim_id) in self.passed:
+            if claim_id in passed:
                 bucket.hide(claim_id)
                 directory.set_head(item.lane, bucket.id, bucket.head(item.lane))
 

@@ -32,7 +32,7 @@ from penstock.store.live.bucket import RANK_BITS, OpenBucket
 from penstock.store.live.bucket_cache import BucketCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.engines import Batch, Engine
     from penstock.store.kv.queues import Queue
@@ -300,10 +300,10 @@ class BucketActive(BucketCache):
         """Take messages out of their buckets, and free their FIFO groups."""
         self.put_back(batch, queue, items, None)
 
-    def pass_over(self, queue: Queue, items: Sequence[Item]) -> None:
+    def pass_over(self, queue: Queue, unread: Mapping[int, StoreDamaged]) -> None:
         """Make claims pass messages over, in the buckets that they are in."""
-        super().pass_over(queue, items)
-        for bucket_id in {opendata.bucket_of(item.key) for item in items}:
+        super().pass_over(queue, unread)
+        for bucket_id in set(map(opendata.bucket_of, unread)):
             bucket = self._bucket(queue, bucket_id)
             if bucket is not None:
                 self._hide(queue, bucket)
@@ -342,6 +342,7 @@ class BucketActive(BucketCache):
 
     def remove(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Take waiting messages out of their buckets."""
+        self.unpass(queue, items)
         directory = self._directories[queue.number]
         for item, bucket in self._changing(batch, queue, items):
             removed = bucket.remove_waiting(item.key)

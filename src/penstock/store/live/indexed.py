@@ -241,7 +241,8 @@ class IndexedActive(ActiveSet[Directory]):
         return taken
 
     def _is_passed(self, entry: tuple[bytes, bytes]) -> bool:
-        return unpack_main(main_of(entry[0])) in self.passed
+        number, key = unpack_main(main_of(entry[0]))
+        return key in self.passed.get(number, ())
 
     def _visit(
         self, queue: Queue, lanes: dict[bytes, bytes], limit: int
@@ -332,8 +333,7 @@ class IndexedActive(ActiveSet[Directory]):
             record, item = fresh.pop(main, None) or (read.get(main), None)
             if isinstance(record, StoreDamaged):
                 # A kept error keeps the frames that it came through, with handles of tables.
-                self.unread.append(record.anew())
-                self.passed.add(unpack_main(main))
+                self.pass_over(queue, {unpack_main(main)[1]: record.anew()})
                 unread.add(group_of(lane_of_key(key)))
             if unread and queue.fifo and (group := group_of(lane_of_key(key))) in unread:
                 # The messages behind it wait for it.
@@ -481,6 +481,7 @@ class IndexedActive(ActiveSet[Directory]):
 
     def remove(self, batch: Batch, queue: Queue, items: Sequence[Item]) -> None:
         """Delete records with whichever index entries they have."""
+        self.unpass(queue, items)
         directory = self._directories[queue.number]
         timers = [timer_key(queue.number, item.visible_at_ms, item.message_id) for item in items]
         for item in items:
