@@ -377,7 +377,7 @@ BUDGETS = {
     "cli": 3_325,
     "client": 2_430,
     "engines": 3_585,
-    "filters": 1_395,
+    "filters": 1_400,
     "flight": 3_800,
     "importers": 700,
     "integrations": 225,
@@ -385,7 +385,7 @@ BUDGETS = {
     "integrations/kombu": 1_070,
     "salvage": 1_190,
     "server": 8_820,
-    "server/console": 1_880,
+    "server/console": 1_895,
     "spark": 5_415,
     "store": 1_830,
     "store/codec": 1_380,
@@ -395,7 +395,7 @@ BUDGETS = {
     "wire": 2_040,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_150, 46_350, 215, 13_740
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_175, 46_360, 215, 13_740
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -96,3 +96,12 @@ def test_like_does_not_backtrack(pattern: str) -> None:
 def test_conditions_in_each_other_without_parentheses() -> None:
     with pytest.raises(InvalidFilter, match="can't stand here"):
         parse("a = NOT " * 1_000 + "b")
+
+
+def test_too_many_parts_are_refused_before_all_are_read() -> None:
+    with pytest.raises(InvalidFilter, match="more than 4096 parts") as refused:
+        parse(" OR ".join(["a=1"] * 2_000) + " this is not looked at (")
+    # The sign between the second and the third part of a term.
+    assert refused.value.column == 7 * (limits.MAX_FILTER_NODES // 3) + 2
+    # An escape is no part of its own.
+    assert parse(" OR ".join(["a LIKE 'b' ESCAPE 'c'"] * 100 + ["a=1"] * 1_290)).names

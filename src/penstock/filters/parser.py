@@ -64,6 +64,8 @@ _HINTS: Final = {
 
 _COMPARISONS: Final = ("=", "<>", "<", "<=", ">", ">=")
 _RANGES: Final = ("BETWEEN", "IN", "IS", "LIKE")
+# What a token adds to the parts of the tree, at least. LIKE is one, in the place of its pattern.
+_PARTS: Final = {"operand": 1, **dict.fromkeys((*_COMPARISONS, *_RANGES[:3]), 1), "ESCAPE": -1}
 
 
 class _Part(NamedTuple):
@@ -131,7 +133,7 @@ def _tokenize(text: str) -> list[_Part]:
     if bad := _UNSTORABLE.search(text):
         _reject(text, *bad.span(), "NUL and lone surrogates can't be stored; remove the character")
     tokens: list[_Part] = []
-    place = 0
+    place = parts = 0
     while place < len(text):
         found = _TOKEN.match(text, place)
         if found is None:
@@ -141,6 +143,10 @@ def _tokenize(text: str) -> list[_Part]:
             # Of a long run of NOT or minus two or three are left, which say the same: two undo
             # each other, and the others see to it that their operand is of the right type.
             kind = tokens[-1].kind
+            # Before any more is paid for.
+            parts += _PARTS.get(kind, 0)
+            if parts > MAX_FILTER_NODES:
+                _reject(text, *found.span(), f"more than {MAX_FILTER_NODES} parts")
             if kind in ("NOT", "-") and [each.kind for each in tokens[-4:]] == [kind] * 4:
                 del tokens[-4:-2]
         place = found.end()
@@ -197,13 +203,13 @@ def _number(text: str, start: int, end: int) -> tree.Number:
 
 def _check_sequence(text: str, tokens: list[_Part]) -> None:
     """Hold the bounds, and refuse pairs of tokens for which there is a better hint."""
+
+    def kinds(first: int, count: int) -> list[str]:
+        return [each.kind for each in tokens[max(first, 0) : first + count]]
+
     opened: list[_Part] = []
-    operands = 0
     before = _Part("", 0, 0)
     for index, token in enumerate(tokens):
-        operands += token.kind == "operand"
-        preceding = [each.kind for each in tokens[max(index - 2, 0) : index]]
-        following = [each.kind for each in tokens[index : index + 2]]
         if token.kind == "(":
             opened.append(token)
         if len(opened) > MAX_FILTER_DEPTH:
@@ -212,8 +218,6 @@ def _check_sequence(text: str, tokens: list[_Part]) -> None:
             if not opened:
                 _reject(text, token.start, token.end, "this ')' closes nothing")
             opened.pop()
-        if operands > MAX_FILTER_NODES:
-            _reject(text, token.start, token.end, f"more than {MAX_FILTER_NODES} operands")
         if token.kind == "(" and before.kind == "operand":
             _reject(text, before.start, token.end, f"functions are not allowed; {_ALLOWED}")
         if token.kind == "=" and before.kind in ("=", "<", ">", "<>"):
@@ -222,9 +226,9 @@ def _check_sequence(text: str, tokens: list[_Part]) -> None:
             _reject(text, before.start, token.end, "a minus sign stands only before a number")
         if token.kind == "+" and before.kind not in ("operand", ")"):
             _reject(text, token.start, token.end, "a plus sign stands only between two numbers")
-        if before.kind == "IS" and token.kind != "NULL" and following != ["NOT", "NULL"]:
+        if before.kind == "IS" and token.kind != "NULL" and kinds(index, 2) != ["NOT", "NULL"]:
             _reject(text, before.start, token.end, "IS stands only before NULL or NOT NULL")
-        if token.kind == "NULL" and before.kind != "IS" and preceding != ["IS", "NOT"]:
+        if token.kind == "NULL" and before.kind != "IS" and kinds(index - 2, 2) != ["IS", "NOT"]:
             _reject(text, token.start, token.end, "nothing equals NULL: write IS NULL, IS NOT NULL")
         before = token
     if opened:

@@ -158,7 +158,7 @@ def check_target(principal: Principal, queue: str) -> None:
 
 
 def check_settings(principal: Principal, name: str, settings: Mapping[str, Any]) -> None:
-    """Raise NotAllowed unless a queue may be made or changed so.
+    """Raise NotAllowed unless a queue may be made or changed so; to be called on a thread.
 
     A filter decides which messages a queue gets, so only a key with admin on all queues may set
     one; any other queue gets the messages that are sent to it by name.

@@ -198,7 +198,7 @@ class Search(NamedTuple):
 
 
 def read_search(fields: dict[str, str]) -> Search:
-    """Read a search from a query or a form; one with an error finds nothing."""
+    """Read a search from a query or a form, on a thread; one with an error finds nothing."""
     where, reason = fields.get("where", "").strip(), fields.get("reason", "")
     try:
         compiled = parse(where) if where else None
@@ -224,21 +224,21 @@ def read_state(fields: dict[str, str]) -> State:
 async def queue_page(console: Console, visit: Visit) -> Response:
     """Show the messages of a queue in a state, or those that a search finds."""
     queue, query = visit.queue, visit.query
-    state, search = read_state(query), read_search(query)
-    if search.where.isdecimal():
-        return redirect(visit, link("queues", queue, "messages", search.where))
+    state, where = read_state(query), query.get("where", "").strip()
+    if where.isdecimal():
+        return redirect(visit, link("queues", queue, "messages", where))
 
     def read(broker: Broker) -> dict[str, Any]:
-        found = Scan([], 0, None)
+        found, search = Scan([], 0, None), read_search(query)
         if search.error is None:
             cursor = query.get("cursor") or None
             found = scan(broker, queue, state, cursor=cursor, where=search.test, count=PAGE)
         failed = scan(broker, queue, state) if state is State.FAILED else None
         reasons = grouped(failed.entries, lambda entry: entry.reason) if failed else []
-        return {"found": found, "failed": failed, "reasons": reasons}
+        return {"search": search, "found": found, "failed": failed, "reasons": reasons}
 
     did = query.get("did", ""), visit.number("count", 0)
-    values = {"tab": state.value, "state": state, "search": search, "did": did}
+    values = {"tab": state.value, "state": state, "did": did}
     return await _page(console, visit, "queue.html", read, **values)
 
 
@@ -350,8 +350,7 @@ async def create(console: Console, visit: Visit) -> Response:
     try:
         settings = {**read_settings(form), "ordering": form["ordering"]}
         settings["filter"] = settings["filter"] or None
-        check_settings(visit.principal, name, settings)
-        await console.change(visit, lambda broker: broker.create_queue(name, **settings))
+        await _set(console, visit, name, settings, lambda each: each.create_queue)
     except REFUSALS as error:
         return await _form_page(console, visit, form, error)
     return redirect(visit, link("queues", name, did="created"))
@@ -369,12 +368,27 @@ async def change_settings(console: Console, visit: Visit) -> Response:
             raise InvalidInput("somebody has changed the settings meanwhile: load the page again")
         # Only what is different: a key may lack the permission for the rest.
         changes = {name: new for name, new in given.items() if new != getattr(spec, name)}
-        check_settings(visit.principal, spec.name, changes)
         if changes:
-            await console.change(visit, lambda broker: broker.update_queue(spec.name, **changes))
+            await _set(console, visit, spec.name, changes, lambda each: each.update_queue)
     except REFUSALS as error:
         return await _form_page(console, visit, form, error)
     return redirect(visit, link("queues", spec.name, did="changed", count=len(changes)))
+
+
+async def _set(
+    console: Console,
+    visit: Visit,
+    name: str,
+    settings: dict[str, Any],
+    verb: Callable[[Broker], Callable[..., QueueSpec]],
+) -> None:
+    """Make or change a queue, if the visitor may give it these settings."""
+
+    def work(broker: Broker) -> QueueSpec:
+        check_settings(visit.principal, name, settings)
+        return verb(broker)(name, **settings)
+
+    await console.change(visit, work)
 
 
 def try_filter(broker: Broker, where: Filter) -> tuple[int, list[LogRecord]]:
@@ -405,7 +419,7 @@ async def _check_filter(console: Console, visit: Visit, text: str) -> dict[str, 
     if not text:
         return {"checked": ""}
     try:
-        compiled = parse(text)
+        compiled = await console.look(lambda _: parse(text))
     except InvalidFilter as error:
         lines = text.split("\n")
         line = lines[min(error.line, len(lines)) - 1]

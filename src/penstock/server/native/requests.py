@@ -93,6 +93,7 @@ def _settles(principal: Principal, request: Any) -> None:
 
 
 def _configures(principal: Principal, request: wire.CreateQueue | wire.UpdateQueue) -> None:
+    """Check the settings too; on a thread, since that takes as long as the filter is."""
     changes = request.settings if isinstance(request, wire.CreateQueue) else request.changes
     check_settings(principal, request.name, changes)
 
@@ -110,8 +111,10 @@ def _fields(request: wire.Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.__struct_fields__[1:]}
 
 
-def _call(verb: Callable[..., Any]) -> Any:
-    """Call a verb on a thread, with the broker and the request's fields."""
+def _call(
+    verb: Callable[..., Any], check: Callable[[Principal, Any], None] = lambda *_: None
+) -> Any:
+    """Call a verb on a thread, with the broker and the request's fields; first the check."""
 
     def run(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
         fields = _fields(pending.request)
@@ -123,8 +126,13 @@ def _call(verb: Callable[..., Any]) -> Any:
         if getattr(Broker, verb.__name__, None) is verb:
             # By name: the broker may be one that records its verbs.
             work = methodcaller(verb.__name__, **fields, **more)
-        long = type(pending.request) in wire.LONG
-        return batcher.call(audited(batcher.audit, _actor(pending, principal), work), long=long)
+        request, watched = pending.request, audited(batcher.audit, _actor(pending, principal), work)
+
+        def checked(broker: Broker) -> Any:
+            check(principal, request)
+            return watched(broker)
+
+        return batcher.call(checked, long=type(request) in wire.LONG)
 
     return run
 
@@ -210,6 +218,7 @@ def _settle(verb: Callable[..., Any]) -> Any:
 _consume: Final = _may("consume", of="queue")
 _look: Final = _may("consume", "admin")
 _admin: Final = _may("admin")
+_owns: Final = _may("admin", of="name")
 VERBS: Final[dict[type[Any], Verb]] = {
     wire.Publish: Verb(_publishes, _publish, batched=True),
     wire.Claim: Verb(_consume, _claim, batched=True),
@@ -223,9 +232,9 @@ VERBS: Final[dict[type[Any], Verb]] = {
     wire.StoreStats: Verb(_look, _call(Broker.store_stats)),
     wire.Queues: Verb(_look, _call(Broker.queues)),
     wire.Queue: Verb(_may("consume", "publish", "admin", of="name"), _call(Broker.queue)),
-    wire.CreateQueue: Verb(_configures, _call(Broker.create_queue)),
-    wire.UpdateQueue: Verb(_configures, _call(Broker.update_queue)),
-    wire.DeleteQueue: Verb(_may("admin", of="name"), _call(Broker.delete_queue)),
+    wire.CreateQueue: Verb(_owns, _call(Broker.create_queue, _configures)),
+    wire.UpdateQueue: Verb(_owns, _call(Broker.update_queue, _configures)),
+    wire.DeleteQueue: Verb(_owns, _call(Broker.delete_queue)),
     wire.Redrive: Verb(_may("admin", of="queue"), _call(Broker.redrive)),
     wire.Purge: Verb(_may("admin", of="queue"), _call(Broker.purge)),
     wire.Move: Verb(_moves, _call(Broker.move)),
