@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -31,3 +32,24 @@ def postgres() -> Iterator[PostgresServer]:
     from tests.sql.postgres import serving  # noqa: PLC0415 - psycopg may be missing
 
     yield from serving(durable=False)
+
+
+class _IdleSweeps(logging.Handler):
+    """Keeps what sweeps have logged that found something due and changed nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def idle_sweeps() -> Iterator[list[str]]:
+    """Fail a test in which a sweep could not do what was due, unless the test empties the list."""
+    handler, logger = _IdleSweeps(), logging.getLogger("penstock.idle")
+    logger.addHandler(handler)
+    yield handler.told
+    logger.removeHandler(handler)
+    assert handler.told == []

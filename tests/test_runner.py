@@ -1,15 +1,17 @@
-"""The runner of a store that another process has taken over."""
+"""The runner of a store that another process has taken over; a sweep that gets nowhere."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.waiting import wait_until
 
 import penstock
+from penstock.clock import ManualClock
 from penstock.errors import StoreFenced
+from penstock.store.kv.maintain import IDLE_MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,3 +111,27 @@ def test_a_refused_sweep_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_until(lambda: broker._runner.lost is not None)
         with pytest.raises(StoreFenced):
             broker.queues()
+
+
+def test_a_sweep_that_can_not_do_what_is_due_tells_it_once_and_waits(
+    monkeypatch: pytest.MonkeyPatch, idle_sweeps: list[str]
+) -> None:
+    clock = ManualClock()
+    with penstock.open("memory:", clock=clock, background=False) as broker:
+        broker.create_queue("q", done_retention_ms=60_000)
+        broker.send("q", b"x")
+        broker.ack([broker.claim("q")[0].receipt])
+        store: Any = broker._store
+        monkeypatch.setattr(store.history, "first_ended_at_ms", lambda *_: 0)
+        store.schedule_retention(store.queue("q"))
+        commits = store.progress.commits
+        for _ in range(3):
+            counts = broker.sweep()
+            assert (counts.total, counts.next_due_ms) == (0, clock.now_ms() + IDLE_MS)
+        assert store.progress.commits == commits
+        assert len(idle_sweeps) == 1
+        idle_sweeps.clear()
+        monkeypatch.undo()
+        store.schedule_retention(store.queue("q"))
+        clock.advance(60_000)
+        assert broker.sweep().removed == 1

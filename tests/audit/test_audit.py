@@ -145,6 +145,36 @@ def test_messages_of_a_mended_part_keep_their_numbers(make_hand: Any, state: Sta
 
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("state", [State.DONE, State.FAILED])
+def test_a_part_of_several_times_is_cut_into_one_for_each(make_hand: Any, state: State) -> None:
+    hand = make_hand("memory", "indexed", "inline")
+    keys, ids = end_five(hand, state)
+    ((part, value),) = hand.rows("history", keys.prefix(b"five"))
+    failed = state is State.FAILED
+    entries = records.decode_ended(value, failed=failed)
+    times = [entries[0].ended_at_ms + each for each in (-3, -3, -2, 0, 0)]
+    mixed = [each._replace(ended_at_ms=at) for each, at in zip(entries, times, strict=True)]
+    # As copies by older versions have them: retention comes when all of the part is over.
+    hand.put("history", part, records.encode_ended(mixed, failed=failed))
+    first_ms = hand.core.history.first_ended_at_ms(hand.queue("five"), state)
+    assert first_ms == times[-1]
+    found = [(each.kind, each.key) for each in check(hand).violations]
+    # The index of failed messages leads to the parts that there should be.
+    index = [(Kind.WRONG_FIELD, found_key) for _, found_key in found[1:]]
+    assert found == [(Kind.ORDER, part.hex()), *index]
+    assert len(index) == (3 if failed else 0)
+    assert check(hand, repair=True).ok
+    assert_clean(hand.broker)
+    assert ended(hand, state) == dict(enumerate(ids))
+    with hand.store.pin(hand.clock.now_ms()) as pinned:
+        firsts = [pinned.first_ended(state, "five", times[0] + each) for each in range(4)]
+    assert firsts == [(number, times[number]) for number in (0, 2, 3, 3)]
+    if failed:
+        assert hand.broker.redrive("five", message_ids=ids[1:4]) == 3
+        assert_clean(hand.broker)
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("state", [State.DONE, State.FAILED])
 @pytest.mark.parametrize(("exponent", "damaged"), [(1, False), (2, False), (1, True)])
 def test_parts_that_share_numbers_are_told_apart(
     make_hand: Any, state: State, exponent: int, *, damaged: bool

@@ -91,6 +91,46 @@ def test_a_copy_goes_on_as_the_source_would(
     assert ended[source] == ended[target]
 
 
+@pytest.mark.parametrize("source_kind", ["rocks-indexed", "sql"])
+def test_history_in_a_copy_is_found_and_kept_as_that_of_the_source(
+    places: Places, source_kind: str
+) -> None:
+    source, target = places.make(source_kind, "source"), places.make("rocks-buckets", "target")
+    clock = ManualClock(now_ms=1_900_000_000_000)
+    with penstock.open(source, background=False, clock=clock) as broker:
+        settings: dict[str, Any] = {"max_attempts": 1, "bucket_exponent": 1}
+        broker.create_queue("q", done_retention_ms=HOUR_MS, failed_retention_ms=HOUR_MS, **settings)
+        broker.publish([Message(b"x", {"queue": "q"}) for _ in range(24)])
+        for _ in range(6):
+            held = [each.receipt for each in broker.claim("q", limit=4)]
+            broker.ack(held[:2])
+            broker.release(held[2:], reason="no")
+            clock.advance(1_000)
+        begun_ms = clock.now_ms() - 6_000
+    copy(source, target, clock=clock)
+    with penstock.open(target, background=False, create=False, clock=clock) as broker:
+        store = broker._store
+        for state in (State.DONE, State.FAILED):
+            for entry in broker.browse("q", state=state):
+                found = list(broker.browse("q", message_id=entry.message_id))
+                assert [each.message_id for each in found] == [entry.message_id]
+                assert broker.explain("q", entry.message_id).state is state
+            with store.pin(clock.now_ms()) as pinned:
+                times = [begun_ms + 1_000 * second for second in range(6)]
+                firsts = [pinned.first_ended(state, "q", time) for time in times]
+            assert firsts == [(2 * second, time) for second, time in enumerate(times)]
+        # Each of them is over in its own time, and until then a sweep changes nothing.
+        for second in range(6):
+            clock.advance(max(0, begun_ms + HOUR_MS + 1_000 * second - 1 - clock.now_ms()))
+            commits = store.progress.commits
+            counts = broker.sweep()
+            assert (counts.total, store.progress.commits) == (0, commits)
+            assert counts.next_due_ms == clock.now_ms() + 1
+            clock.advance(1)
+            assert broker.sweep().removed == 4
+        assert broker.check().violations == []
+
+
 @pytest.mark.parametrize("target_kind", ["rocks-indexed", "sql"])
 @pytest.mark.parametrize("source_kind", ["rocks-buckets", "sql"])
 def test_a_log_of_several_parts_is_copied_as_far_as_it_is_kept(

@@ -11,17 +11,19 @@
                                                 moved here from another queue; while it is here
 
 Parts are numbered by a sequence per queue and state, so they lie in the order of time and
-retention takes them from the front. The bucket is the RFC's: exponent and number, the number
-being the part's rounded down to the bucket's capacity. A message keeps its number when others
-leave its part: those behind them become a part of their own.
+retention takes them from the front. All messages of a part have ended at one time, however they
+came here, so that a message is found by its time. The bucket is the RFC's: exponent and number, the
+number being the part's rounded down to the bucket's capacity. A message keeps its number when
+others leave its part: those behind them become a part of their own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from functools import lru_cache
-from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Final, TypeVar
+from itertools import groupby, islice, takewhile
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
 
 from penstock import limits
 from penstock.engines import rows_of
@@ -45,14 +47,13 @@ if TYPE_CHECKING:
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Item, Quarantine
 
-T = TypeVar("T")
-
 _FAILED_INDEX: Final = opendata.QueueKeys(b"\x02\x0a", ">Q", "failed index key")
 _MARKS: Final = opendata.QueueKeys(b"\x02\x15", ">Q", "mark's key")
 _ENDS: Final = (AttemptEnd.ACKED, AttemptEnd.RELEASED, AttemptEnd.EXPIRED)
 _CODES: Final = {end: code for code, end in enumerate(_ENDS)}
 _INDEX_BYTES: Final = 2
 _KEYS: Final = {State.DONE: opendata.DONE, State.FAILED: opendata.FAILED}
+_ended_at: Final = itemgetter(2)
 # Parts read at a time: each may hold many messages.
 _PAGE: Final = 64
 
@@ -112,19 +113,20 @@ class History:
         number = counts.next_failed if failed else counts.next_done
         capacity = opendata.capacity(exponent)
         begin, _ = _run(queue.id, state, exponent)
-        start = 0
-        while start < count:
-            # A part ends where its bucket does.
-            first = number - number % capacity
-            chunk = entries[start : start + first + capacity - number]
-            key = (
-                begin[:-8] + (exponent << 60 | first).to_bytes(8, "big") + number.to_bytes(8, "big")
-            )
-            self.first_keys.note(begin, key)
-            batch.put(key, encode_ended(chunk, failed=failed), self._table.family)
-            for entry in chunk if failed else ():
-                batch.put(_FAILED_INDEX.key(queue.id, entry[0]), key, self._table.family)
-            start, number = start + len(chunk), number + len(chunk)
+        for _, same in groupby(entries, _ended_at):
+            rest = list(same)
+            while rest:
+                # A part ends where its bucket does, and where the time changes.
+                first = number - number % capacity
+                room = first + capacity - number
+                chunk, rest = rest[:room], rest[room:]
+                bucket = (exponent << 60 | first).to_bytes(8, "big")
+                key = begin[:-8] + bucket + number.to_bytes(8, "big")
+                self.first_keys.note(begin, key)
+                batch.put(key, encode_ended(chunk, failed=failed), self._table.family)
+                for entry in chunk if failed else ():
+                    batch.put(_FAILED_INDEX.key(queue.id, entry[0]), key, self._table.family)
+                number += len(chunk)
         if failed:
             counts.next_failed, counts.failed = number, counts.failed + count
         else:
@@ -301,7 +303,7 @@ class History:
                 break
             for key, record in self.first_keys.rows(begin, end, page=_PAGE):
                 entries = self._decode(queue, state, key, record)
-                if entries and ended_by_ms is not None and entries[-1].ended_at_ms > ended_by_ms:
+                if entries and ended_by_ms is not None and _all_ended_at(entries) > ended_by_ms:
                     break
                 if entries and before is not None and sequence_of(key) + len(entries) > before:
                     break
@@ -373,14 +375,13 @@ class History:
             batch.delete_range(prefix, prefix + b"\xff" * 17, self._table.family)
 
     def first_ended_at_ms(self, queue: Queue, state: State) -> int | None:
-        """Return when the oldest message of that state ended."""
-        # A few of each run, in case the first ones do not decode.
-        times = [
-            entries[0].ended_at_ms
-            for begin, end in _runs(queue, state)
-            for key, record in self.first_keys.scan(begin, end, 4)
-            if (entries := self._decode(queue, state, key, record))
-        ]
+        """Return by when all messages of the first part that retention can take had ended."""
+        times = []
+        for begin, end in _runs(queue, state):
+            # A few of each run, in case the first ones do not decode.
+            parts = self.first_keys.scan(begin, end, 4)
+            found = (self._decode(queue, state, key, record) for key, record in parts)
+            times += [_all_ended_at(first) for first in islice(filter(None, found), 1)]
         return min(times, default=None)
 
     # --- parts ---------------------------------------------------------------------------
@@ -426,15 +427,23 @@ def sequence_of(key: bytes) -> int:
 
 
 def cut_part(
-    part: bytes, entries: Iterable[T], stays: Callable[[T], bool]
-) -> Iterator[tuple[bytes, list[T]]]:
-    """Give the messages that stay in a part, under keys by which they keep their numbers."""
+    part: bytes, entries: Iterable[Ended], stays: Callable[[Ended], bool]
+) -> Iterator[tuple[bytes, list[Ended]]]:
+    """Give the messages that stay in a part, under keys by which they keep their numbers.
+
+    One key for each time at which messages have ended: that of a sound part is the part's own.
+    """
     number = sequence_of(part)
-    for are_staying, some in groupby(entries, stays):
+    for (are_staying, _), some in groupby(entries, lambda each: (stays(each), each.ended_at_ms)):
         run = list(some)
         if are_staying:
             yield part[:-8] + number.to_bytes(8, "big"), run
         number += len(run)
+
+
+def _all_ended_at(entries: Sequence[Ended]) -> int:
+    """Return by when all messages of a part had ended."""
+    return entries[-1].ended_at_ms
 
 
 def _runs(queue: Queue, state: State) -> Iterator[tuple[bytes, bytes]]:

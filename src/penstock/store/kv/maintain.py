@@ -7,6 +7,7 @@ nor a commit grows with the depth of a queue.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock.errors import InvalidInput, InvalidQueue, StoreDamaged
@@ -26,12 +27,17 @@ if TYPE_CHECKING:
     from penstock.store.codec.records import Ended
     from penstock.store.live import Item
 
+# By itself, so that a test can tell.
+idle_log = logging.getLogger("penstock.idle")
+
 T = TypeVar("T")
 
 # Messages per commit of a mass move.
 CHUNK: Final = 1_000
 # Unreadable rows are left alone for so long: a disk may get over it.
 LOOK_AGAIN_MS: Final = 60_000
+# The pause after a sweep that has changed nothing, although something is due.
+IDLE_MS: Final = 1_000
 
 
 class MaintainVerbs(MoveVerbs, RoutingVerbs):
@@ -46,6 +52,7 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         If something can't be read, the rest is done before that is raised.
         """
         damage: list[StoreDamaged] = []
+        commits = self.progress.commits
 
         def do(part: Callable[[int, int], T], nothing: T) -> T:
             try:
@@ -73,6 +80,12 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
         # The budget was too small for these.
         pending = self.dead_letters.pending or self.overfull
         has_more = pending or self.listing or self._drained()
+        next_due_ms = now_ms if has_more else self.next_due_ms()
+        is_idle = self.progress.commits == commits
+        if is_idle and next_due_ms is not None and next_due_ms <= now_ms:
+            next_due_ms = self._wait_idle(next_due_ms, now_ms)
+        else:
+            self.was_idle = False
         return SweepCounts(
             leases_expired=leases,
             came_due=came_due,
@@ -80,8 +93,19 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             moved=moved,
             removed=removed,
             dedup_forgotten=forgotten,
-            next_due_ms=now_ms if has_more else self.next_due_ms(),
+            next_due_ms=next_due_ms,
         )
+
+    def _wait_idle(self, due_ms: int, now_ms: int) -> int:
+        """Log it, once, that a sweep can't do what is due; return when the next one may try."""
+        if self.engine.away is None and not self.was_idle:
+            idle_log.error(
+                "what has been due since %d ms was not done by a sweep, which changed nothing; "
+                "sweeps try again each second: stop the process and run 'penstock check'",
+                now_ms - due_ms,
+            )
+            self.was_idle = True
+        return now_ms + IDLE_MS
 
     def _look_again(self, now_ms: int) -> None:
         """Try now and then to read again what could not be read."""
@@ -136,6 +160,9 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
                     # Others are not to wait for it.
                     self.retention.set(key, None)
                 continue
+            if not looked and self.retention.first() == first:
+                # It would find the same again.
+                break
             removed += gone
             budget -= max(1, looked)
         return removed
@@ -161,7 +188,8 @@ class MaintainVerbs(MoveVerbs, RoutingVerbs):
             gone = self.history.trim(batch, queue, state, limit, ended_by_ms=now_ms - kept_ms)
             looked = len(gone)
         self.forget(batch, queue, gone)
-        self.commit(batch, (queue,), now_ms)
+        if len(batch):
+            self.commit(batch, (queue,), now_ms)
         self.log_removed(queue, gone, "retention")
         self.schedule_retention(queue)
         return looked, len(gone)

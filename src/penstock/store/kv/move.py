@@ -78,7 +78,8 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
             batch = self.begin()
             moved = self.active.come_due(batch, now_ms, budget)
             came_due = sum(len(ids) for _, ids in moved)
-            self.commit(batch, [queue for queue, _ in moved], now_ms)
+            if len(batch):
+                self.commit(batch, [queue for queue, _ in moved], now_ms)
             for queue, ids in moved:
                 self.wake(queue)
                 if life.level:

@@ -158,6 +158,8 @@ class Core:
         # Parts of a sweep that have met unreadable rows, and when a sweep looks at those again.
         self.stuck: dict[Callable[[int, int], object], StoreDamaged] = {}
         self.look_again_ms = 0
+        # Whether the last sweep could not do what was due.
+        self.was_idle = False
         # The filters last asked for: valid from, until, in which version.
         self.filters_asked: tuple[int, int | None, int, dict[str, str]] = (0, 0, -1, {})
         try:

@@ -17,7 +17,7 @@ Memory has a directory of each queue and a bounded number of open buckets (``buc
 from __future__ import annotations
 
 from heapq import nsmallest
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -413,15 +413,25 @@ class BucketActive(BucketCache):
         return min((time_ms for time_ms in times if time_ms <= now_ms), default=None)
 
     def oldest(self, queue: Queue, limit: int) -> list[Item]:
-        """Return waiting messages of the bucket that has the lowest id, by their ids."""
-        directory = self._directories[queue.number]
-        while (first := directory.oldest.first()) is not None:
-            bucket = self._bucket(queue, first[1])
-            if bucket is not None and bucket.waiting:
-                found = nsmallest(limit, bucket.waiting.values(), key=_message_id)
-                return [replace(item) for item in found]
-            directory.oldest.set(first[1], None)
-        return []
+        """Return the waiting messages with the lowest ids, from the buckets that have them."""
+        oldest = self._directories[queue.number].oldest
+        # The ranks of buckets that were looked into: put aside, so that the next bucket is first.
+        looked: dict[int, int | None] = {}
+        found: list[Item] = []
+        try:
+            while (first := oldest.first()) is not None:
+                lowest, bucket_id = first
+                if len(found) == limit and found[-1].message_id < lowest:
+                    break
+                bucket = self._bucket(queue, bucket_id)
+                looked[bucket_id] = None if bucket is None else bucket.oldest()
+                oldest.set(bucket_id, None)
+                waiting = () if bucket is None else bucket.waiting.values()
+                found = nsmallest(limit, chain(found, waiting), key=_message_id)
+        finally:
+            for bucket_id, rank in looked.items():
+                oldest.set(bucket_id, rank)
+        return [replace(item) for item in found]
 
     def beliefs(self, queue: Queue) -> Beliefs:
         """Return the contents of buckets and the groups that have a turn, now or later.

@@ -183,6 +183,18 @@ class LimitSuite(Suite):
         self.put(b"2", b"3", group="g")
         assert self.payloads("available") == [b"2", b"3"]
 
+    def test_the_lowest_ids_fail_wherever_they_lie(self) -> None:
+        broker = self.start(bucket_exponent=1, max_attempts=1)
+        self.put(b"0")
+        self.fail_one()
+        self.put(*[b"%d" % n for n in range(1, 30)])
+        # It has the lowest id, behind all others.
+        broker.redrive("q")
+        broker.update_queue("q", max_messages=30, overflow="drop_oldest")
+        self.put(*[b"%d" % n for n in range(30, 45)])
+        assert self.payloads("available") == [b"%d" % n for n in range(15, 45)]
+        assert self.payloads("failed") == [b"%d" % n for n in range(15)]
+
     def test_the_oldest_may_be_delayed(self) -> None:
         self.dropping(max_messages=2)
         self.put(b"1", delay_ms=1_000)

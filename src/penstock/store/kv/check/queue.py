@@ -293,8 +293,6 @@ class QueueAudit:
                 rows.violate(Kind.TWICE, "history", key, f"{what} message {id_} is there twice")
                 return False
             self.attempts[id_] = entry.attempts
-            if failed:
-                index[index_prefix + id8] = key
             return True
 
         found = rows.parse("history", keys.prefix(queue.id), parse, page=LARGE_PAGE)
@@ -303,6 +301,8 @@ class QueueAudit:
             behind = max(behind, end)
             runs = dict(cut_part(key, entries, keeps))
             kept = list(chain.from_iterable(runs.values()))
+            for place, run in runs.items() if failed else ():
+                index.update((index_prefix + e.message_id.to_bytes(8, "big"), place) for e in run)
             count += len(kept)
             at = bisect(spans, (part, end))
             fault: Kind | None = None
@@ -319,7 +319,10 @@ class QueueAudit:
                 changes.setdefault(key, None)
                 continue
             spans.insert(at, (part, end))
-            if len(kept) < len(entries):
+            if len({entry.ended_at_ms for entry in entries}) > 1:
+                text = f"{what} messages of several times in one part: not found by their times"
+                rows.violate(Kind.ORDER, "history", key, text)
+            if runs != {key: entries}:
                 changes.setdefault(key, None)
                 changes.update((place, encode(run)) for place, run in runs.items())
         setattr(self._right, state.value, count)
