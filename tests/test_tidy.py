@@ -391,11 +391,11 @@ BUDGETS = {
     "store/codec": 1_380,
     "store/kv": 6_395,
     "store/live": 2_435,
-    "store/sql": 8_600,
+    "store/sql": 8_630,
     "wire": 2_040,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_240, 46_410, 215, 13_790
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_270, 46_420, 215, 13_790
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -17,11 +17,14 @@ from tests.waiting import wait_until
 import penstock
 from penstock import (
     BrokerClosed,
+    InvalidInput,
     InvalidUrl,
     ManualClock,
     Message,
+    PenstockError,
     ServerUnreachable,
 )
+from penstock.server import running
 from penstock.store.sql import connection
 from penstock.store.sql.database import Database
 from penstock.store.sql.store import SqlStore
@@ -372,6 +375,121 @@ def test_a_lost_connection_does_not_keep_the_clock_from_following(
         # The first sweep of a broker looks at the clock as well.
         assert broker.sweep().leases_expired == 1
         assert not losing.left
+
+
+# --- prepared statements --------------------------------------------------------------------------
+
+
+def test_a_rollback_takes_no_prepared_statement_away(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often plans were discarded before it: the driver keeps no names of its own."""
+    monkeypatch.setattr(connection, "PLANS_MS", 0)
+    with penstock.open(f"{url}?connections=1", background=False) as broker:
+        broker.create_queue("q")
+        for turn in range(2):
+            for _ in range(10):
+                broker.send("q", b"")
+                assert all(broker.ack([each.receipt for each in broker.claim("q")]))
+            with pytest.raises(InvalidInput):
+                broker.update_queue("q", from_offset=10**9)
+            assert store_of(broker).database.reconnected == 0, turn
+        assert_clean(broker)
+
+
+def test_a_refused_client_of_a_server_is_no_harm_to_others(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PLANS_MS", 0)
+    with (
+        running(f"{url}?connections=1", native="127.0.0.1:0") as server,
+        penstock.connect(server.location("native")) as client,
+        penstock.connect(server.location("native")) as other,
+    ):
+        client.create_queue("q")
+        for _ in range(20):
+            client.send("q", b"")
+            assert all(client.ack([each.receipt for each in client.claim("q")]))
+        with pytest.raises(InvalidInput):
+            other.update_queue("q", from_offset=10**9)
+        client.send("q", b"")
+        assert all(client.ack([each.receipt for each in client.claim("q")]))
+
+
+@pytest.mark.parametrize("taken", ["DEALLOCATE ALL", "PREPARE penstock_{} AS SELECT 1"])
+def test_a_session_whose_names_are_not_those_expected_is_dropped(still: Broker, taken: str) -> None:
+    still.send("q", b"1")
+    (held,) = still.claim("q")
+    database = store_of(still).database
+    names = len(database._connections[0]._names)
+    database.connect().execute(taken.format(names))
+    # Statements that it has prepared, and one that it has not.
+    still.send("q", b"2")
+    assert all(still.ack([held.receipt]))
+    assert [each.payload for each in still.claim("q", limit=9)] == [b"2"]
+    assert database.reconnected == 1
+    assert database.away is None
+
+
+def test_a_store_whose_statements_fail_is_not_ready(url: str, postgres: PostgresServer) -> None:
+    with (
+        penstock.open(url, background=False, clock=ManualClock()) as broker,
+        postgres.connect(url.rpartition("/")[2]) as admin,
+    ):
+        broker.create_queue("q")
+        admin.execute("ALTER TABLE penstock.items RENAME TO hidden")
+        with pytest.raises(PenstockError, match="items"):
+            broker.send("q", b"")
+        assert "items" in str(broker.away)
+        # Other statements are answered.
+        broker.queues()
+        assert "items" in str(broker.away)
+        admin.execute("ALTER TABLE penstock.hidden RENAME TO items")
+        broker.send("q", b"")
+        assert broker.away is None
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "too many": ("ALTER ROLE {0} CONNECTION LIMIT 0", "ALTER ROLE {0} CONNECTION LIMIT -1"),
+    "a role": ("ALTER ROLE {0} NOLOGIN", "ALTER ROLE {0} LOGIN"),
+    "a database": ("ALTER DATABASE {1} RENAME TO away", "ALTER DATABASE away RENAME TO {1}"),
+}
+
+
+@pytest.mark.parametrize(("refuse", "allow"), REFUSALS.values(), ids=REFUSALS)
+def test_who_was_let_in_before_is_no_wrong_url(
+    url: str, postgres: PostgresServer, refuse: str, allow: str
+) -> None:
+    name = url.rpartition("/")[2]
+    role = f"app_{name}"
+    app = postgres.url(name, role)
+    with postgres.connect() as admin:
+        admin.execute(f"CREATE ROLE {role} LOGIN; GRANT CREATE ON DATABASE {name} TO {role}")
+    with penstock.open(app, background=False) as broker, ThreadPoolExecutor(1) as threads:
+        broker.create_queue("q")
+        (sent,) = broker.publish([Message(b"x", {"queue": "q"})])
+        (held,) = broker.claim("q")
+        database = store_of(broker).database
+        postgres.cut()
+        with postgres.connect() as admin:
+            admin.execute(refuse.format(role, name))
+            acking = threads.submit(broker.ack, [held.receipt])
+            wait_until(lambda: database.reconnected >= 3)
+            assert not acking.done()
+            with pytest.raises((InvalidUrl, ServerUnreachable)) as first:
+                penstock.open(app)
+            assert isinstance(first.value, InvalidUrl) == ("LIMIT" not in refuse)
+            # One that reads in bulk, and has not been connected before.
+            with pytest.raises(ServerUnreachable, match=r"it could be before|too many"):
+                database.another().execute("SELECT 1")
+            admin.execute(allow.format(role, name))
+        assert all(acking.result(LONG_S))
+        assert [each.message_id for each in broker.browse("q", state="done")] == [sent]
+        assert_clean(broker)
+    with postgres.connect(name) as admin:
+        admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 # --- poolers --------------------------------------------------------------------------------------

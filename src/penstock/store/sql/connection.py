@@ -60,10 +60,17 @@ _NULL_COLUMN: Final = re.compile(r'null value in column "(\w+)"')
 _AMBIGUOUS: Final = "40003"
 # Classes and codes that say that there is no such place: invalid_authorization, no such database.
 _WRONG_PLACE: Final = ("28", "3D")
-# The same in the words of libpq, which gives no code when it connects.
+# The same in the words of libpq, which gives no code when it connects; and what looks like it.
 _WRONG_SIGNS: Final = ("password", "authentication", "does not exist", "no pg_hba.conf", "role ")
+_TOO_MANY: Final = "too many connections"
 # Shutting down, crashed, starting up, too many connections.
 _AWAY: Final = ("08", "57P", "53300")
+# The session has lost a prepared statement, or has one that this process knows nothing of.
+_NAMES_DIFFER: Final = frozenset({"26000", "42P05"})
+# It only reads: a standby, or a primary that has become one.
+_READ_ONLY: Final = "25006"
+# Classes and codes that other calls meet as well: a table is missing, a right, a schema.
+_OF_THE_STORE: Final = ("42", "3F", _READ_ONLY, *_NAMES_DIFFER)
 # How often a silent server is looked at.
 TICK_S: Final = 0.1
 # A server that has been silent for so long counts as away; an answer takes moments.
@@ -118,32 +125,32 @@ class Liveness:
         self._clock = clock
         # Why the last attempt to reach the server failed.
         self.failed: str | None = None
-        # The statement that last failed to get a lock, the error, and until when that counts:
-        # other statements may be answered meanwhile.
-        self._locked_out: tuple[Any, str, int] | None = None
+        # The statement that last failed through no fault of its caller, the error, and until when
+        # that counts: other statements may be answered meanwhile.
+        self._stuck: tuple[Any, str, int] | None = None
         # Grows with every answer, though not always by one: threads do not wait for each other.
         self.answers = 0
 
     @property
     def away(self) -> str | None:
         """Why the database does not answer at present; from any thread, at once."""
-        locked_out = self._locked_out
-        if self.failed is None and locked_out is not None and self._clock() < locked_out[2]:
-            return locked_out[1]
+        stuck = self._stuck
+        if self.failed is None and stuck is not None and self._clock() < stuck[2]:
+            return stuck[1]
         return self.failed
 
     def note_answer(self, text: Any = None) -> None:
         """Note that the server has answered; ``text``: the statement that it has done."""
         self.answers += 1
         self.failed = None
-        locked_out = self._locked_out
-        if text is not None and locked_out is not None and locked_out[0] == text:
-            self._locked_out = None
+        stuck = self._stuck
+        if text is not None and stuck is not None and stuck[0] == text:
+            self._stuck = None
 
-    def note_lock(self, text: Any, why: str, lock_timeout_ms: int) -> None:
-        """Note that a statement has waited for a lock in vain."""
+    def note_stuck(self, text: Any, why: str, lock_timeout_ms: int) -> None:
+        """Note that a statement has waited for a lock in vain, or can't be done at present."""
         # Until one more attempt would have waited as long.
-        self._locked_out = text, why, self._clock() + 2 * lock_timeout_ms
+        self._stuck = text, why, self._clock() + 2 * lock_timeout_ms
 
 
 class _Silence:
@@ -246,27 +253,42 @@ class Connection:
         wait_s = max(_LEAST_CONNECT_S, ceil(min(float(told_s or 0), self.silence.left_s)))
         made = None
         try:
+            # The driver would prepare statements of its own, and with the first ROLLBACK take the
+            # names of all others away, ours included.
             made = _PatientConnection.connect(
-                self._conninfo, autocommit=True, connect_timeout=wait_s
+                self._conninfo, autocommit=True, connect_timeout=wait_s, prepare_threshold=None
             )
             made.silence = self.silence
             if self._prepare and self._dialect == "postgresql":
                 self._refuse_shared_sessions(made)
             self._configure(made)
-        except PenstockError:
-            if made is not None:
-                made.close()
-            raise
-        except psycopg.Error as error:
+        except BaseException as error:
             if made is not None:
                 made.close()
             if isinstance(error, psycopg.errors.ConnectionTimeout):
                 self.silence.left_s -= wait_s
-            self._liveness.failed = _said(error)
-            raise translated(error) from error
+            if isinstance(error, psycopg.Error | InvalidUrl):
+                raise self._refusal(error) from error
+            raise
         self._made, self._plans_ms = made, self._clock()
         self._forget_prepared()
         return made
+
+    def _refusal(self, error: psycopg.Error | InvalidUrl) -> PenstockError:
+        """Translate the refusal of a connection.
+
+        A database that has answered before is no wrong URL: a password is being changed, a rule of
+        pg_hba.conf, or the database is being restored. So the verb is tried again.
+        """
+        told: PenstockError
+        if isinstance(error, InvalidUrl):
+            told, said = error, str(error)
+        else:
+            told, said = translated(error), _said(error)
+        self._liveness.failed = said
+        if isinstance(told, InvalidUrl) and self._liveness.answers:
+            return ServerUnreachable(f"{told}; it could be before")
+        return told
 
     def _refuse_shared_sessions(self, connection: psycopg.Connection[Row]) -> None:
         """Refuse a pooler that hands each transaction to another session, as PgBouncer may do.
@@ -279,7 +301,7 @@ class Connection:
         # There is a pooler. Does another of its clients, while in a transaction, get the session of
         # this one, or this one another?
         try:
-            with _PatientConnection.connect(self._conninfo) as other:
+            with _PatientConnection.connect(self._conninfo, prepare_threshold=None) as other:
                 other.silence = self.silence
                 shared = _session_of(other) == session or _session_of(connection) != session
         except psycopg.Error:
@@ -453,13 +475,27 @@ class Connection:
             # The statement may yet be done, and its answer must not be read as another one's.
             self.close()
             self._liveness.failed = _said(error)
-        if error.sqlstate == _LOCKED:
-            self._liveness.note_lock(text, _said(error), self._tunables.lock_timeout_ms)
+        code = error.sqlstate or ""
+        if code == _LOCKED or code.startswith(_OF_THE_STORE):
+            self._liveness.note_stuck(text, _said(error), self._tunables.lock_timeout_ms)
+        if code in _NAMES_DIFFER:
+            # The statement was not begun, and a new session has no names.
+            self.close()
+            lost = Lost(
+                f"the database has lost a prepared statement: {_said(error)}; a pooler that hands "
+                "each transaction to another session needs ?prepare=off in the store's URL"
+            )
+            lost.unknown = False
+            return lost
+        if code == _READ_ONLY:
+            # A new connection may lead to the primary.
+            self.close()
+            return translated(error)
         if self._made is None or self._made.closed or self._made.broken:
             self.close()
             return Lost(f"the connection to the database was lost: {_said(error)}")
         self._liveness.note_answer()
-        if error.sqlstate == _AMBIGUOUS:
+        if code == _AMBIGUOUS:
             return Lost(f"the database does not know whether it was done: {_said(error)}")
         return translated(error)
 
@@ -541,11 +577,6 @@ def translated(error: psycopg.Error) -> PenstockError:
             f"the database does not allow it: {said}; the user needs the right to make and use "
             "the tables of its schema"
         )
-    if code == "26000":
-        return StorageFailed(
-            f"the database has failed: {said}; a pooler that hands each transaction to another "
-            "session needs ?prepare=off in the store's URL"
-        )
     if code.startswith("42"):
         return StoreMismatch(f"the database has not the tables that were expected: {said}")
     if code == "57014":
@@ -558,7 +589,7 @@ def translated(error: psycopg.Error) -> PenstockError:
     if code in {"53100", "53200"}:
         return DiskFull(f"the database has no room left: {said}")
     if code.startswith(_AWAY) or (not code and isinstance(error, psycopg.OperationalError)):
-        if any(sign in said for sign in _WRONG_SIGNS):
+        if _TOO_MANY not in said and any(sign in said for sign in _WRONG_SIGNS):
             return InvalidUrl(f"the database can't be opened: {said}")
         return ServerUnreachable(f"the database does not answer: {said}")
     return StorageFailed(f"the database has failed: {said}")

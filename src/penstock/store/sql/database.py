@@ -267,7 +267,10 @@ class Database:
 
     def another(self) -> Database:
         """Return a Database for another connection to the same place, to read in bulk."""
-        return Database(self._place, clock=self.clock, bulk=True)
+        another = Database(self._place, clock=self.clock, bulk=True)
+        # It is known that there is such a place.
+        another._liveness.answers = self._liveness.answers
+        return another
 
     # --- statements ------------------------------------------------------------------------
 
