@@ -9,6 +9,7 @@ import pytest
 
 import penstock
 from penstock import model
+from penstock.broker.requests import Change, Joint
 from penstock.clock import ManualClock
 from penstock.model import (
     TRANSITIONS,
@@ -39,6 +40,7 @@ enqueue_later  delayed    -          -          -          -     -
 come_due       -          -          available  -          -     -
 claim          -          in_flight  -          -          -     -
 ack            -          -          -          done       -     -
+ack_late       -          done       done       -          -     -
 release        -          -          -          available  -     -
 release_later  -          -          -          delayed    -     -
 expire         -          -          -          available  -     -
@@ -138,6 +140,16 @@ class Stage:
         assert self.broker.ack([newer.receipt])[0]
         assert self.broker.purge("q", states=["done"]) == 1
 
+    def ack_late(self) -> None:
+        """Have the message claimed and given back, to where it was, before it is settled."""
+        delay_ms = 5_000 if self.state() is State.DELAYED else 0
+        self.clock.advance(delay_ms)
+        self.claim()
+        self.broker.release(self.receipts, delay_ms=delay_ms)
+        change = Change(self.broker.acking_late(self.receipts, [1], "q"))
+        self.broker.begin(Joint(changes=[change]))
+        assert change.answer[0].ok
+
     def exhaust(self) -> None:
         self.broker.update_queue("q", max_attempts=1)
         assert self.broker.release(self.receipts)[0].status is OutcomeStatus.FAILED
@@ -149,6 +161,7 @@ HAPPEN: dict[Event, Callable[[Stage], Any]] = {
     Event.COME_DUE: lambda stage: stage.clock.advance(5_000),
     Event.CLAIM: lambda stage: stage.claim(),
     Event.ACK: lambda stage: stage.broker.ack(stage.receipts),
+    Event.ACK_LATE: Stage.ack_late,
     Event.RELEASE: lambda stage: stage.broker.release(stage.receipts, delay_ms=0),
     Event.RELEASE_LATER: lambda stage: stage.broker.release(stage.receipts, delay_ms=1),
     Event.EXPIRE: lambda stage: stage.clock.advance(1_000),

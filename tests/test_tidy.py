@@ -373,7 +373,7 @@ def test_files_and_functions_are_short() -> None:
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
     ".": 3_430,
-    "broker": 3_380,
+    "broker": 3_390,
     "cli": 3_325,
     "client": 2_430,
     "engines": 3_585,
@@ -387,15 +387,15 @@ BUDGETS = {
     "server": 8_820,
     "server/console": 1_895,
     "spark": 5_415,
-    "store": 1_830,
+    "store": 1_845,
     "store/codec": 1_380,
-    "store/kv": 6_395,
+    "store/kv": 6_445,
     "store/live": 2_435,
-    "store/sql": 8_630,
-    "wire": 2_040,
+    "store/sql": 8_685,
+    "wire": 2_045,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_270, 46_420, 215, 13_790
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_430, 46_545, 215, 13_865
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
@@ -405,7 +405,7 @@ with penstock.open("rocksdb:" + sys.argv[1]) as broker:
     broker.ack([each.receipt for each in broker.claim("q")])
 print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("penstock")))
 """
-CONTRACT_METHODS = {"Store": 28, "LogStore": 10, "BulkStore": 4, "FullStore": 0}
+CONTRACT_METHODS = {"Store": 29, "LogStore": 10, "BulkStore": 4, "FullStore": 0}
 # Verb on one message: the most Python calls and files of the library that it passes.
 WAYS = {"publish": (45, 16), "claim": (55, 20), "ack": (50, 20)}
 

@@ -163,7 +163,7 @@ def test_whatever_passes_can_be_stored(fields: dict[str, Any]) -> None:
 # --- queues ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a", "0", "A.b_c-9", "x" * limits.MAX_QUEUE_NAME_CHARS])
+@pytest.mark.parametrize("name", ["-a", "_", "0", "A.b_c-9", "x" * limits.MAX_QUEUE_NAME_CHARS])
 def test_names_that_a_queue_may_have(name: str) -> None:
     assert check_queue_name(name) == name
 
@@ -173,9 +173,7 @@ def test_names_that_a_queue_may_have(name: str) -> None:
     [
         "",
         " ",
-        "-a",
         ".a",
-        "_a",
         "a b",
         "a/b",
         "a\n",

@@ -75,6 +75,7 @@ class Event(StrEnum):
     COME_DUE = "come_due"
     CLAIM = "claim"
     ACK = "ack"
+    ACK_LATE = "ack_late"
     RELEASE = "release"
     RELEASE_LATER = "release_later"
     EXPIRE = "expire"
@@ -94,6 +95,8 @@ TRANSITIONS: Final[Mapping[tuple[State | None, Event], State | None]] = {
     (State.DELAYED, Event.COME_DUE): State.AVAILABLE,
     (State.AVAILABLE, Event.CLAIM): State.IN_FLIGHT,
     (State.IN_FLIGHT, Event.ACK): State.DONE,
+    (State.AVAILABLE, Event.ACK_LATE): State.DONE,
+    (State.DELAYED, Event.ACK_LATE): State.DONE,
     (State.IN_FLIGHT, Event.RELEASE): State.AVAILABLE,
     (State.IN_FLIGHT, Event.RELEASE_LATER): State.DELAYED,
     (State.IN_FLIGHT, Event.EXPIRE): State.AVAILABLE,

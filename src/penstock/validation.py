@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.model import LogRecord
 
 _QUEUE_NAME: Final = re.compile(
-    rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.MAX_QUEUE_NAME_CHARS - 1}}}"
+    rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{limits.MAX_QUEUE_NAME_CHARS - 1}}}"
 )
 _ANY_TIME: Final = (0, limits.MAX_DURATION_MS)
 # The settings of a queue that are whole numbers: the least and the most that each may be.
@@ -144,7 +144,7 @@ def check_queue_name(name: object) -> str:
     if not isinstance(name, str) or not _QUEUE_NAME.fullmatch(name):
         raise InvalidQueue(
             f"queue name {name!r:.100} is not allowed: 1 to {limits.MAX_QUEUE_NAME_CHARS} of "
-            "A-Z a-z 0-9 . _ - and the first a letter or digit"
+            "A-Z a-z 0-9 . _ - and the first no dot"
         )
     return name
 

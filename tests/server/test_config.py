@@ -66,6 +66,7 @@ def test_every_setting_can_be_set_in_every_way(tmp_path: Path) -> None:
         "sqs_region": "eu-west-1",
         "standby_after": "9s",
         "sqs_done_retention": "6s",
+        "sqs_purge_interval": "0",
         "ops_address": "127.0.0.1:79",
         "tls_client_listeners": "native",
     }

@@ -429,6 +429,32 @@ def test_deleting_settles_a_message_in_the_history(served: Served, sqs: Any, url
     assert done.payload == b"1"
 
 
+def test_the_last_handle_deletes_a_message_after_its_timeout(
+    served: Served, sqs: Any, make: Callable[..., str]
+) -> None:
+    """As long as nobody has received it since; alone and in a batch."""
+    url = make(VisibilityTimeout="1")
+    for body in "1234":
+        sqs.send_message(QueueUrl=url, MessageBody=body)
+    expired = [each["ReceiptHandle"] for each in receive(sqs, url, limit=2)]
+    given_back = [each["ReceiptHandle"] for each in receive(sqs, url, VisibilityTimeout=20)]
+    for handle in given_back:
+        sqs.change_message_visibility(QueueUrl=url, ReceiptHandle=handle, VisibilityTimeout=0)
+    wait_until(lambda: served.broker.stats(name_of(url)).available == 4)
+    sqs.delete_message(QueueUrl=url, ReceiptHandle=expired[0])
+    sqs.delete_message(QueueUrl=url, ReceiptHandle=given_back[0])
+    answer = sqs.delete_message_batch(
+        QueueUrl=url,
+        Entries=[
+            {"Id": str(at), "ReceiptHandle": handle}
+            for at, handle in enumerate([expired[1], given_back[1], given_back[0]])
+        ],
+    )
+    assert [each["Id"] for each in answer["Successful"]] == ["0", "1", "2"]
+    assert receive(sqs, url) == []
+    assert served.broker.stats(name_of(url)).done == 4
+
+
 def test_a_stale_handle_deletes_nothing_and_succeeds(sqs: Any, url: str) -> None:
     sqs.send_message(QueueUrl=url, MessageBody="1")
     (old,) = receive(sqs, url, VisibilityTimeout=0)
@@ -437,6 +463,13 @@ def test_a_stale_handle_deletes_nothing_and_succeeds(sqs: Any, url: str) -> None
     sqs.change_message_visibility(
         QueueUrl=url, ReceiptHandle=new["ReceiptHandle"], VisibilityTimeout=0
     )
+    (again,) = receive(sqs, url, VisibilityTimeout=0)
+    # It waits, and two handles are older than the last.
+    for got in (old, new):
+        sqs.delete_message(QueueUrl=url, ReceiptHandle=got["ReceiptHandle"])
+    # One that does not say which receive it is of is good for its own time alone.
+    for handle in (again["ReceiptHandle"].rpartition(".")[0], f"{again['ReceiptHandle'][:-1]}0"):
+        sqs.delete_message(QueueUrl=url, ReceiptHandle=handle)
     assert len(receive(sqs, url)) == 1
 
 
@@ -502,6 +535,18 @@ def test_batches_of_handles_succeed_in_part(sqs: Any, url: str) -> None:
     )
     assert [each["Id"] for each in deleted["Successful"]] == ["a", "c"]
     assert [each["Code"] for each in deleted["Failed"]] == ["ReceiptHandleIsInvalid"]
+    changed = sqs.change_message_visibility_batch(
+        QueueUrl=url,
+        Entries=[{"Id": "gone", "ReceiptHandle": handles[1], "VisibilityTimeout": 100}],
+    )
+    assert changed["Failed"] == [
+        {
+            "Id": "gone",
+            "SenderFault": True,
+            "Code": "ReceiptHandleIsInvalid",
+            "Message": "Message does not exist or is not available for visibility timeout change",
+        }
+    ]
     assert len(receive(sqs, url)) == 1
     with pytest.raises(ClientError) as error:
         sqs.delete_message_batch(QueueUrl=url, Entries=[])

@@ -117,11 +117,21 @@ def test_attributes_that_are_refused(sqs: Any, url: str, name: str, value: str, 
     assert "never-made" not in str(sqs.list_queues())
 
 
-@pytest.mark.parametrize("name", ["", "a" * 81, "a.b", "a b", "é", "_x", "x.fifo"])
+@pytest.mark.parametrize("name", ["", "a" * 81, "a.b", "a b", "é", ".x", "x.fifo"])
 def test_names_that_are_refused(sqs: Any, name: str) -> None:
     with pytest.raises(ClientError) as error:
         sqs.create_queue(QueueName=name)
     assert code_of(error) == "InvalidParameterValue"
+
+
+def test_names_may_begin_with_any_letter_that_they_may_have(sqs: Any, url: str) -> None:
+    """AWS's client of temporary queues makes such names."""
+    for name in (f"__RequesterClientQueues__{name_of(url)}", f"-{name_of(url)}"):
+        made = sqs.create_queue(QueueName=name)["QueueUrl"]
+        sqs.send_message(QueueUrl=made, MessageBody=name)
+        (got,) = sqs.receive_message(QueueUrl=made)["Messages"]
+        assert got["Body"] == name
+        sqs.delete_queue(QueueUrl=made)
 
 
 def test_making_a_queue_again(sqs: Any, make: Callable[..., str]) -> None:

@@ -34,11 +34,13 @@ def test_account_region_address_and_retention_can_be_chosen() -> None:
         assert spec_of(served, url).done_retention_ms == 5_000
 
 
-def test_retention_is_a_setting_of_the_server() -> None:
-    with running("memory:", http="127.0.0.1:0", sqs_done_retention="5s") as server:
-        form = b"Action=CreateQueue&QueueName=q&Version=2012-11-05"
-        with urllib.request.urlopen(server.location("http"), data=form) as answer:
-            assert answer.status == 200
+def test_retention_and_purges_are_settings_of_the_server() -> None:
+    given: dict[str, Any] = {"sqs_done_retention": "5s", "sqs_purge_interval": "0"}
+    with running("memory:", http="127.0.0.1:0", **given) as server:
+        for action in ("Action=CreateQueue&QueueName=q", *["Action=PurgeQueue&QueueUrl=/0/q"] * 2):
+            form = f"{action}&Version=2012-11-05".encode()
+            with urllib.request.urlopen(server.location("http"), data=form) as answer:
+                assert answer.status == 200
         assert server.broker.queue("q").done_retention_ms == 5_000
 
 

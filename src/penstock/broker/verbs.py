@@ -499,6 +499,16 @@ class BrokerBase(StoreReader):
 
         return work
 
+    def acking_late(
+        self, receipts: Iterable[str], attempts: Sequence[int], queue: str
+    ) -> Callable[[int], list[Outcome]]:
+        """Return the change that acks what waits again, if nobody has claimed it since.
+
+        ``attempts``: which attempt at its message each receipt was given for.
+        """
+        batch = check_receipts(receipts)
+        return lambda now_ms: self._store.ack_late(batch, attempts, queue_name=queue, now_ms=now_ms)
+
     def durability(self) -> Durability:
         """Return how often, for how many commits and how long the store was synced."""
         return self._runner.durability

@@ -90,6 +90,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     sqs_region: Annotated[str, Meta(pattern=r"^[a-z0-9-]{1,32}$")] = "us-east-1"
     sqs_url: str = ""
     sqs_done_retention: Duration = Duration(3_600_000)
+    sqs_purge_interval: Duration = Duration(limits.SQS_PURGE_INTERVAL_MS)
     listen_native: Address = Address("127.0.0.1:8814")
     listen_http: Address = Address("127.0.0.1:8816")
     listen_flight: Address = Address("127.0.0.1:8815")
@@ -140,6 +141,7 @@ _ABOUT: Final = {
     "sqs_region": "The region in the ARNs of SQS queues.",
     "sqs_url": "Beginning of SQS queue URLs; empty: the address that a request came to.",
     "sqs_done_retention": "How long queues that are made over SQS remember deleted messages.",
+    "sqs_purge_interval": "Least time between two purges of a queue over SQS; 0: none.",
     "listen_native": "Where to serve native clients.",
     "listen_http": "Where to serve SQS, /metrics, /health, /ready and /admin.",
     "listen_flight": "Where to serve Arrow Flight.",

@@ -269,6 +269,7 @@ def _http(server: Server, host: str, port: int) -> Listener:
             region=config.sqs_region,
             url=config.sqs_url,
             done_retention_ms=int(config.sqs_done_retention),
+            purge_interval_ms=int(config.sqs_purge_interval),
         ),
         metrics=server.metrics,
     )

@@ -176,6 +176,21 @@ class Store(Protocol):
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
         """Settle messages as done."""
 
+    def ack_late(
+        self,
+        receipts: Sequence[str],
+        attempts: Sequence[int],
+        *,
+        queue_name: str,
+        now_ms: int,
+    ) -> list[Outcome]:
+        """Settle messages as done that wait again, if nobody has claimed them since.
+
+        ``attempts``: which attempt at its message each receipt was given for; it must be the last.
+        That attempt becomes one that was acked now. On a FIFO queue every receipt is stale:
+        messages behind it may be done.
+        """
+
     def release(
         self,
         receipts: Sequence[str],

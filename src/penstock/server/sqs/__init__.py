@@ -95,13 +95,15 @@ class SqsOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the service is set up.
 
     ``url`` is what queue URLs begin with; without it, the address that the request came to.
-    ``done_retention_ms`` is how long queues that are made here remember deleted messages.
+    ``done_retention_ms`` is how long queues that are made here remember deleted messages;
+    ``purge_interval_ms`` the least time between two purges of a queue.
     """
 
     account: str = "000000000000"
     region: str = "us-east-1"
     url: str = ""
     done_retention_ms: int = 3_600_000
+    purge_interval_ms: int = limits.SQS_PURGE_INTERVAL_MS
 
 
 class SqsCall(NamedTuple):

@@ -1,9 +1,9 @@
 """The operations on messages: send, receive, delete, change the visibility, and their batches.
 
 A receipt handle has Penstock's receipt, which fences: once a lease has ended it changes nothing
-any more. A delete with such a handle succeeds on a standard queue, as in SQS, which promises no
-more than that the message *may* be gone; on a FIFO queue, and for a visibility timeout, it is an
-error.
+any more. But on a standard queue the last handle of a message deletes it, as in SQS, as long as
+nobody has received it again; after that a delete succeeds and does nothing. With a handle that has
+expired a delete on a FIFO queue, and a change of the visibility timeout, is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.errors import InvalidInput, LimitReached, PenstockError
 from penstock.model import AttemptEnd, Message
 from penstock.server.waiting import ClaimWait
 from penstock.wire.sqs import messages
-from penstock.wire.sqs.messages import handle_of, message_of, receipt_of
+from penstock.wire.sqs.messages import attempt_of, handle_of, message_of, receipt_of
 from penstock.wire.sqs.protocol import AttributeValue, SqsFault, check_range, fault_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ Verb: TypeAlias = (
 )
 
 _WRONG_TYPE: Final = "The request include parameter that is not valid for this queue type."
+_NOT_IN_FLIGHT: Final = "Message does not exist or is not available for visibility timeout change"
 _SYSTEM: Final = (
     *("SenderId", "SentTimestamp", "ApproximateReceiveCount", "ApproximateFirstReceiveTimestamp"),
     *("SequenceNumber", "MessageDeduplicationId", "MessageGroupId", "AWSTraceHeader"),
@@ -459,6 +460,10 @@ def _system_attributes(
 # --- delete, and change the visibility ------------------------------------------------------------
 
 
+class _NotInFlight(SqsFault):
+    """A change of the visibility of a message that nobody holds with this handle."""
+
+
 async def settle(verb: Verb, call: SqsCall, request: SqsRequest) -> Answer:
     """Delete a message or change its visibility, by its receipt handle."""
     view = await call.view_of(request, "consume")
@@ -484,6 +489,9 @@ async def settle_batch(verb: Verb, kind: str, call: SqsCall, request: SqsRequest
             # SQS names the handle in batches alone.
             handle = (entry.receipt_handle or "")[:200]
             fault.message = f'The input receipt handle "{handle}" is not a valid receipt handle.'
+        elif isinstance(fault, _NotInFlight):
+            # Clients that settle late look for this code, which SQS has in batches alone.
+            fault.query_code, fault.message = "ReceiptHandleIsInvalid", _NOT_IN_FLIGHT
     return {
         "Successful": [{"Id": entry.id} for entry, fault in pairs if fault is None],
         "Failed": [failed_entry(entry, fault) for entry, fault in pairs if fault is not None],
@@ -498,6 +506,11 @@ async def delete(
     receipts = [receipt_of(handle) for handle in handles]
     faults: list[SqsFault | None] = []
     outcomes = await _each(receipts, partial(sqs.batcher.ack, queue=view.name))
+    # Of a standard queue the last handle of a message deletes it after its timeout, too.
+    late = [handle for handle, ok in zip(handles, outcomes, strict=True) if not ok]
+    if late and not view.fifo:
+        again, attempts = map(receipt_of, late), list(map(attempt_of, late))
+        await sqs.batcher.change(sqs.batcher.broker.acking_late(again, attempts, view.name))
     for handle, outcome in zip(handles, outcomes, strict=True):
         if isinstance(outcome, SqsFault):
             faults.append(outcome)
@@ -550,6 +563,5 @@ async def change_visibility(
             if isinstance(outcome, SqsFault):
                 faults[index] = outcome
             elif not outcome:
-                reason = "Message does not exist or is not available for visibility timeout change."
-                faults[index] = SqsFault.value(handle, "ReceiptHandle", reason)
+                faults[index] = _NotInFlight.value(handle, "ReceiptHandle", f"{_NOT_IN_FLIGHT}.")
     return faults

@@ -82,8 +82,10 @@ async def purge(call: SqsCall, request: SqsRequest) -> Answer:
     sqs = call.sqs
     name = (await call.view_of(request, "admin")).name
     last_ms = sqs.purged_at_ms.get(name, -inf)
-    if sqs.clock.now_ms() - last_ms < limits.SQS_PURGE_PAUSE_MS:
-        text = f"Only one PurgeQueue operation on {name} is allowed every 60 seconds."
+    interval_ms = sqs.options.purge_interval_ms
+    if sqs.clock.now_ms() - last_ms < interval_ms:
+        seconds = -(-interval_ms // 1_000)
+        text = f"Only one PurgeQueue operation on {name} is allowed every {seconds} seconds."
         raise SqsFault("PurgeQueueInProgress", text, status=403)
     states = (State.AVAILABLE, State.DELAYED, State.IN_FLIGHT)
     sqs.purged_at_ms[name] = inf

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 FAMILY_BYTES: Final = 14
 _TOKEN: Final = re.compile(r"ps1-([0-9a-f]{8})-([0-9a-f]{8})-([0-9a-f]{32})")
 _KEY: Final = re.compile(r"[0-9A-Fa-f]{16}")
-_TOKEN_CHARS: Final = 3 + 3 + 8 + 8 + 32
-_RECEIPT_CHARS: Final = _TOKEN_CHARS + 1 + 16
+# Of a receipt, the token of its lease.
+TOKEN_CHARS: Final = 3 + 3 + 8 + 8 + 32
+_RECEIPT_CHARS: Final = TOKEN_CHARS + 1 + 16
 # Message id, key in its queue, attempts, metadata record, payload.
 StoredRow: TypeAlias = tuple[int, int, int, bytes, bytes]
 
@@ -243,7 +244,7 @@ def parse_receipts(
             raise _not_a_receipt(receipt)
     texts = cast("Sequence[str]", receipts)
     # With the dash, which is checked with the token.
-    heads = [text[: _TOKEN_CHARS + 1] for text in texts]
+    heads = [text[: TOKEN_CHARS + 1] for text in texts]
     tokens = {}
     for head in set(heads):
         if head[-1] != "-":
@@ -251,7 +252,7 @@ def parse_receipts(
         tokens[head] = parse_lease_token(store_id, head[:-1])
     # All of them at once: a fourth of the time that one by one takes.
     try:
-        keys = bytes.fromhex("".join([text[_TOKEN_CHARS + 1 :] for text in texts]))
+        keys = bytes.fromhex("".join([text[TOKEN_CHARS + 1 :] for text in texts]))
     except ValueError:
         keys = b""
     # fromhex skips blanks: with any of them it is too short.

@@ -150,6 +150,16 @@ class History:
             suffix = (item.message_id << 16 | item.attempts).to_bytes(10, "big")
             put(prefix + suffix, record, family)
 
+    def ack_attempt(self, batch: Batch, queue: Queue, item: Item, now_ms: int) -> str:
+        """Record that the last attempt at a message, which is over, was acked now; say whose."""
+        claimed_at_ms, consumer = now_ms, ""
+        for each in self.attempts(queue, item.message_id):
+            if each.number == item.attempts:
+                claimed_at_ms, consumer = each.claimed_at_ms, each.consumer
+        acked = AttemptEnd.ACKED
+        self.add_attempts(batch, queue, [item], claimed_at_ms, consumer, acked, "", now_ms)
+        return consumer
+
     def put_attempt(
         self, batch: Batch, queue: Queue, message_id: int, number: int, record: AttemptRecord
     ) -> None:

@@ -1,7 +1,8 @@
 """Messages move: back when a lease or a delay is over, and from one queue to another.
 
-``catch_up`` does what time asks for. ``redrive`` makes failed messages available again. ``move``
-and dead letters take messages into another queue.
+``catch_up`` does what time asks for. ``redrive`` makes failed messages available again,
+``ack_late`` settles those that wait again. ``move`` and dead letters take messages into another
+queue.
 
 A message is taken out of one queue and put into the other in one commit, so that it is in exactly
 one of them whatever happens. It brings its attempts along, all of them forgiven. Two things need a
@@ -16,13 +17,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from penstock.errors import InvalidReceipt
 from penstock.limits import MAX_ATTEMPTS
-from penstock.model import State
+from penstock.model import OutcomeStatus, State
 from penstock.store import policy
+from penstock.store.codec.claimed import TOKEN_CHARS, parse_receipts
 from penstock.store.codec.metadata import read_metadata
 from penstock.store.codec.records import NO_LEASE
 from penstock.store.kv.publish import PublishVerbs
-from penstock.store.kv.settle import SettleVerbs
+from penstock.store.kv.settle import SettleVerbs, outcomes_of
 from penstock.store.kv.state import verb
 from penstock.store.life import life, log_move, log_step
 from penstock.store.live import Item, lane_of
@@ -33,9 +36,11 @@ if TYPE_CHECKING:
     from penstock.engines import Batch
     from penstock.errors import StoreDamaged
     from penstock.filters import Filter
+    from penstock.model import Outcome
     from penstock.store.codec.metadata import Metadata
     from penstock.store.codec.records import Ended
     from penstock.store.kv.queues import Queue
+    from penstock.store.kv.settle import Answer
 
 # A budget for verbs that must see everything that is due.
 ALL: Final = 1_000_000
@@ -104,6 +109,45 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
             if moved < budget or not queue.counts.failed:
                 self.dead_letters.pending.pop(queue.number, None)
         return moved
+
+    # --- late acks -------------------------------------------------------------------------
+
+    @verb
+    def ack_late(
+        self,
+        receipts: Sequence[str],
+        attempts: Sequence[int],
+        *,
+        queue_name: str,
+        now_ms: int,
+    ) -> list[Outcome]:
+        """Settle messages as done that wait again, if nobody has claimed them since."""
+        queue = self.queue(queue_name)
+        tokens, keys = parse_receipts(self.identity.store_id, receipts)
+        if any(token.queue != queue.number for token in tokens):
+            raise InvalidReceipt(f"a receipt is of another queue than {queue_name!r}")
+        self.catch_up(now_ms, ALL)
+        answers: list[Answer] = [OutcomeStatus.STALE] * len(receipts)
+        places: dict[int, int] = {}
+        for place, item in enumerate([] if queue.fifo else self.active.waiting(queue, keys)):
+            # At the bound attempts are not counted any more: none is known to be the last.
+            if item is not None and 0 < item.attempts == attempts[place] < MAX_ATTEMPTS:
+                answers[places.setdefault(item.key, place)] = item
+        items = [item for item in answers if isinstance(item, Item)]
+        if items:
+            batch = self.begin()
+            self.active.remove(batch, queue, items)
+            self.history.add(batch, queue, State.DONE, items, "", now_ms)
+            if queue.spec.done_retention_ms:
+                due_ms = now_ms + queue.spec.done_retention_ms
+                self.retention.lower((queue.number, "done"), due_ms)
+            consumers = [self.history.ack_attempt(batch, queue, item, now_ms) for item in items]
+            self.commit(batch, (queue,), now_ms)
+            for item, consumer in zip(items, consumers, strict=True) if life.level else ():
+                lease = receipts[places[item.key]][:TOKEN_CHARS]
+                log_step("ack", queue.name, [item.message_id], lease, consumer, "late")
+        self.stale_receipts += len(receipts) - len(items)
+        return outcomes_of(receipts, answers, OutcomeStatus.DONE)
 
     # --- redrive ---------------------------------------------------------------------------
 

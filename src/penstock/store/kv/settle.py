@@ -80,7 +80,7 @@ class SettleVerbs(Core):
             self.commit(batch, by_queue, now_ms)
             if life.level:
                 self._log_step("ack", holdings)
-        return _outcomes(receipts, answers, OutcomeStatus.DONE)
+        return outcomes_of(receipts, answers, OutcomeStatus.DONE)
 
     @verb
     def release(
@@ -120,7 +120,7 @@ class SettleVerbs(Core):
                 self._log_step("release", holdings, "unseen" if unseen else reason)
                 self._log_step("fail", failures, reason)
         failed = {id(item) for holding in failures for item in holding.items}
-        return _outcomes(receipts, answers, OutcomeStatus.RETRYING, failed=failed)
+        return outcomes_of(receipts, answers, OutcomeStatus.RETRYING, failed=failed)
 
     @verb
     def extend(
@@ -147,7 +147,7 @@ class SettleVerbs(Core):
             self.commit(batch, {h.queue: None for h in holdings}, now_ms)
             if life.level:
                 self._log_step("extend", holdings)
-        return _outcomes(receipts, answers, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms)
+        return outcomes_of(receipts, answers, OutcomeStatus.EXTENDED, deadline_ms=deadline_ms)
 
     @verb
     def held(self, token: str) -> dict[int, str]:
@@ -376,7 +376,7 @@ class SettleVerbs(Core):
         return found
 
 
-def _outcomes(
+def outcomes_of(
     receipts: Sequence[str],
     answers: Sequence[Answer],
     status: OutcomeStatus,

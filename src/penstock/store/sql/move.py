@@ -1,4 +1,4 @@
-"""Messages go from one queue to another: ``move``, and dead letters; ``redrive`` of failed ones.
+"""Messages go from one queue to another: ``move``, and dead letters; ``redrive``, ``ack_late``.
 
 One transaction takes a message out of a queue and puts it into the other. It brings its attempts
 along, all of them forgiven.
@@ -11,17 +11,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.limits import MAX_ATTEMPTS, MAX_OFFSET
-from penstock.model import State
+from penstock.model import OutcomeStatus, State
 from penstock.store import policy
 from penstock.store.codec.metadata import read_metadata
 from penstock.store.life import life, log_move, log_step
 from penstock.store.sql.database import columns
 from penstock.store.sql.publish import Items, SqlPublish
-from penstock.store.sql.settle import SqlSettle
+from penstock.store.sql.session import EACH_MS, SLOTS
+from penstock.store.sql.settle import SqlSettle, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.model import Outcome
     from penstock.store.codec.metadata import Metadata
     from penstock.store.sql.database import Database
     from penstock.store.sql.session import SqlQueue
@@ -76,6 +78,34 @@ class SqlMove(SqlSettle, SqlPublish):
         return marked
 
     # --- verbs -----------------------------------------------------------------------------
+
+    def ack_late(
+        self,
+        receipts: Sequence[str],
+        attempts: Sequence[int],
+        *,
+        queue_name: str,
+        now_ms: int,
+    ) -> list[Outcome]:
+        """Settle messages as done that wait again, if nobody has claimed them since."""
+        keys = self.keys_of(receipts, queue_name)
+        queue = self.queue(queue_name)
+        self.catch_up(now_ms, ALL, queue)
+        rows = self.run_alone(
+            "ack_late",
+            now_ms,
+            queue=queue.number,
+            message_ids=[message_id for _, message_id, _ in keys],
+            numbers=attempts,
+            leases=[lease for *_, lease in keys],
+            slots=SLOTS,
+            each_ms=EACH_MS,
+        )
+        if rows and queue.spec.done_retention_ms:
+            self.due_for_retention(now_ms + queue.spec.done_retention_ms)
+        if life.level:
+            self.log_settled("ack", rows, "late")
+        return self.outcomes_of(receipts, keys, {key_of(row): OutcomeStatus.DONE for row in rows})
 
     def move(
         self,

@@ -967,6 +967,32 @@ WITH {acked_items}, lower AS (
 SELECT queue, message_id, lease_id, true, CASE WHEN rank < 0 THEN zone END, consumer FROM gone
 UNION ALL {late_receipts};
 
+-- name: ack_late
+-- Settle as done what waits again in a standard queue, if nobody has claimed it since: its last attempt
+-- is that of the receipt. Tells which, and whose attempts they were.
+WITH gone AS (
+    DELETE FROM items i
+    USING attempts t, unnest(:message_ids::bigint[], :numbers::bigint[], :leases::bytea[])
+        AS w (message_id, number, lease)
+    WHERE i.queue = :queue AND i.message_id = w.message_id AND i.attempts = w.number
+      AND i.lease_id IS NULL AND i.rank >= 0
+      AND t.queue = :queue AND t.message_id = w.message_id AND t.number = w.number
+      AND t.lease_id = w.lease
+    RETURNING i.queue, i.message_id, i.attempts, i.size, t.consumer, t.claimed_at_ms, t.lease_id
+), ended_otherwise AS (
+    DELETE FROM attempts t USING gone g
+    WHERE t.queue = g.queue AND t.message_id = g.message_id AND t.number = g.attempts
+), counted AS (
+    UPDATE queue_counts c
+    SET live = live - n.number, live_bytes = live_bytes - n.size, done = done + n.number,
+        acked_total = acked_total + n.number, next_sequence = {next_sequences} + n.number,
+        time_ms = greatest(time_ms, :now_ms)
+    FROM {numbers_gone} AS n
+    WHERE c.queue = n.queue AND c.slot = :slot
+    RETURNING c.queue, c.next_sequence - n.number AS first
+), {kept_done}
+SELECT queue, message_id, lease_id, true, NULL::bytea, consumer FROM gone;
+
 -- name: find_ended
 -- Which of some receipts were settled, and whether to fail: by a verb that has got no answer.
 SELECT a.queue, a.message_id, a.lease_id,

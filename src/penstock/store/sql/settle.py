@@ -46,7 +46,7 @@ class SqlSettle(SqlOverflow):
 
     def ack(self, receipts: Sequence[str], *, queue_name: str | None, now_ms: int) -> list[Outcome]:
         """Settle messages as done."""
-        keys = self._keys(receipts, queue_name)
+        keys = self.keys_of(receipts, queue_name)
         doubts = self.database.doubts
         # In a FIFO queue other items of the zone may be next.
         is_standard = all(self._is_standard(number) for number in {key[0] for key in keys})
@@ -64,14 +64,14 @@ class SqlSettle(SqlOverflow):
                     self.wake(queue)
                 if queue.spec.done_retention_ms:
                     self.due_for_retention(now_ms + queue.spec.done_retention_ms)
-        return self._outcomes(receipts, keys, judged)
+        return self.outcomes_of(receipts, keys, judged)
 
     def _ack_lease(self, keys: Sequence[_Key], now_ms: int) -> dict[_Key, OutcomeStatus]:
         """Settle as done what is held in time, if all receipts are of one lease."""
         if len({(number, lease) for number, _, lease in keys}) != 1:
             return {}
         number, _, lease = keys[0]
-        rows = self._run(
+        rows = self.run_alone(
             "ack_lease",
             now_ms,
             queue=number,
@@ -82,7 +82,7 @@ class SqlSettle(SqlOverflow):
         )
         if life.level:
             held = [(number, message_id, lease, True, None, who) for message_id, who in rows]
-            self._log_step("ack", held)
+            self.log_settled("ack", held)
         return {(number, message_id, lease): OutcomeStatus.DONE for message_id, _ in rows}
 
     def extend(
@@ -94,14 +94,14 @@ class SqlSettle(SqlOverflow):
         """
         if isinstance(receipts, str):
             receipts = list(self.held(receipts).values())
-        keys = self._keys(receipts, queue_name)
+        keys = self.keys_of(receipts, queue_name)
         until_ms = now_ms + lease_ms
         judged = self._settle(
             "extend", keys, OutcomeStatus.EXTENDED, until_ms, now_ms, deadline_ms=until_ms
         )
         if keys:
             self.due(until_ms)
-        return self._outcomes(receipts, keys, judged, until_ms)
+        return self.outcomes_of(receipts, keys, judged, until_ms)
 
     def _settle(
         self,
@@ -121,10 +121,10 @@ class SqlSettle(SqlOverflow):
         zones: dict[Zone, int] = {}
 
         with self.zones.recheck_if_slow(zones):
-            rows = self._run(statement, now_ms, **_columns(keys), **parameters)
+            rows = self.run_alone(statement, now_ms, **_columns(keys), **parameters)
             zones |= {(row[0], row[4]): zone_ms for row in rows if row[4] is not None}
         if life.level:
-            self._log_step(statement.partition("_")[0], [row for row in rows if row[3]])
+            self.log_settled(statement.partition("_")[0], [row for row in rows if row[3]])
         return {
             (queue, message_id, lease): status if good else OutcomeStatus.EXPIRED
             for queue, message_id, lease, good, *_ in rows
@@ -153,28 +153,28 @@ class SqlSettle(SqlOverflow):
         unseen: bool = False,
     ) -> list[Outcome]:
         """Give messages back, to be tried again after a delay or (out of attempts) to fail."""
-        keys = self._keys(receipts, queue_name)
+        keys = self.keys_of(receipts, queue_name)
         doubts = self.database.doubts
         judged: dict[_Key, OutcomeStatus] = {}
         if keys:
             rows = self._release(keys, delay_ms, reason, random, now_ms, unseen=unseen)
             for row in rows:
                 status = OutcomeStatus.RETRYING if row[3] else OutcomeStatus.EXPIRED
-                judged[_key(row)] = status
+                judged[key_of(row)] = status
             failed = self._fail(rows, RELEASED, reason, reason, now_ms)
             for row in rows:
                 if row[6]:
                     # Else its lease has ended in another way meanwhile.
-                    judged.pop(_key(row))
-            judged |= {_key(row): OutcomeStatus.FAILED for row in failed}
+                    judged.pop(key_of(row))
+            judged |= {key_of(row): OutcomeStatus.FAILED for row in failed}
             if life.level:
                 told = [row for row in rows if row[3] and not row[6]] + failed
-                self._log_step("release", told, "unseen" if unseen else reason)
-                self._log_step("fail", failed, reason)
+                self.log_settled("release", told, "unseen" if unseen else reason)
+                self.log_settled("fail", failed, reason)
         if self.database.doubts > doubts:
             for each, over in self._settled_before(keys, RELEASED):
                 judged[each] = OutcomeStatus.FAILED if over else OutcomeStatus.RETRYING
-        return self._outcomes(receipts, keys, judged)
+        return self.outcomes_of(receipts, keys, judged)
 
     def _release(
         self,
@@ -220,15 +220,15 @@ class SqlSettle(SqlOverflow):
             ended = [row for row in rows if not row[6]] + failed
             leases += len({row[2] for row in ended})
             if life.level:
-                self._log_step("expire", ended)
-                self._log_step("fail", failed, LEASE_EXPIRED)
+                self.log_settled("expire", ended)
+                self.log_settled("fail", failed, LEASE_EXPIRED)
             budget -= len(rows)
             more = len(rows) == EXPIRE_CHUNK
         return leases, failures
 
     # --- the end of attempts ---------------------------------------------------------------
 
-    def _run(self, statement: str, now_ms: int, **parameters: Any) -> list[Row]:
+    def run_alone(self, statement: str, now_ms: int, **parameters: Any) -> list[Row]:
         """Run a statement that changes items, and may lower pointers, by itself."""
         lowers = "stamp" in self.database.parameters(statement)
 
@@ -249,7 +249,7 @@ class SqlSettle(SqlOverflow):
         """Let items wait again whose attempts end; return them, and those that are to fail."""
         zones: dict[Zone, int] = {}
         with self.zones.recheck_if_slow(zones):
-            rows = self._run(
+            rows = self.run_alone(
                 statement,
                 now_ms,
                 ending=ending,
@@ -274,12 +274,12 @@ class SqlSettle(SqlOverflow):
         self, ended: Sequence[Row], ending: int, reason: str, why: str, now_ms: int
     ) -> list[Row]:
         """Let those items fail that are out of attempts; return which did."""
-        keys = [_key(row) for row in ended if row[6]]
+        keys = [key_of(row) for row in ended if row[6]]
         if not keys:
             return []
         zones: dict[Zone, int] = {}
         with self.zones.recheck_if_slow(zones):
-            rows = self._run(
+            rows = self.run_alone(
                 "fail",
                 now_ms,
                 **_columns(keys),
@@ -298,7 +298,7 @@ class SqlSettle(SqlOverflow):
                 self._note_failed(queue, sum(row[0] == number for row in rows), now_ms)
         return rows
 
-    def _log_step(self, event: str, rows: Sequence[Row], reason: str = "") -> None:
+    def log_settled(self, event: str, rows: Sequence[Row], reason: str = "") -> None:
         """Write a record of the life-cycle log for each lease."""
         leases: dict[tuple[int, bytes], list[Row]] = {}
         for row in rows:
@@ -327,7 +327,8 @@ class SqlSettle(SqlOverflow):
         rows = self.database.ask("find_ended", **own, ending=ending)
         return [((queue, message_id, lease), over) for queue, message_id, lease, over in rows]
 
-    def _keys(self, receipts: Sequence[str], queue_name: str | None) -> list[_Key]:
+    def keys_of(self, receipts: Sequence[str], queue_name: str | None) -> list[_Key]:
+        """Read receipts, of one queue if it is named."""
         keys = [
             (token.queue, message_id, token.family + b"\0\0")
             for token, message_id in zip(*parse_receipts(self.store_id, receipts), strict=True)
@@ -344,7 +345,7 @@ class SqlSettle(SqlOverflow):
             for number, message_id, lease in keys
         ]
 
-    def _outcomes(
+    def outcomes_of(
         self,
         receipts: Sequence[str],
         keys: Sequence[_Key],
@@ -364,7 +365,7 @@ class SqlSettle(SqlOverflow):
         return outcomes
 
 
-def _key(row: Row) -> _Key:
+def key_of(row: Row) -> _Key:
     """Return the receipt of a row that a statement has returned: queue, message, lease, ..."""
     return cast("_Key", row[:3])
 

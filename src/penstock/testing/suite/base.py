@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from penstock.broker.requests import Change, Joint
 from penstock.clock import Clock, ManualClock
 from penstock.model import Message, State
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.broker.broker import Broker
-    from penstock.model import Delivery, Entry, Value
+    from penstock.model import Delivery, Entry, Outcome, Value
 
 __all__ = ["HOUR_MS", "YEAR_MS", "Suite", "message", "receipts_of"]
 
@@ -102,6 +103,17 @@ class Suite:
         (outcome,) = self.broker.release([delivery.receipt], reason=reason)
         assert outcome.status == "failed"
         return delivery
+
+    def ack_late(self, *given: tuple[str, int], queue: str = "q") -> list[Outcome]:
+        """Settle by receipts, each with the attempt that it was given for, what waits again."""
+        attempts = [attempt for _, attempt in given]
+        work = self.broker.acking_late([receipt for receipt, _ in given], attempts, queue)
+        change = Change(work)
+        self.broker.begin(Joint(changes=[change]))
+        if change.error is not None:
+            raise change.error
+        outcomes: list[Outcome] = change.answer
+        return outcomes
 
     def depth(self, queue: str = "q") -> tuple[int, int, int, int, int]:
         """Return available, delayed, in flight, done, failed."""

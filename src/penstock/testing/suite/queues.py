@@ -30,9 +30,7 @@ HUGE = 10**5000
 
 BAD_NAMES: list[Any] = [
     "",
-    "-a",
     ".a",
-    "_a",
     "a b",
     "a/b",
     "a\0",
@@ -264,7 +262,7 @@ class QueuesSuite(Suite):
             with self.refused(InvalidQueue, name):
                 broker.create_queue(name)
 
-    @pytest.mark.parametrize("name", ["a", "0", "A-b_c.d", "x" * 80])
+    @pytest.mark.parametrize("name", ["-0", "A-b_c.d", "_" * 80])
     def test_good_queue_names(self, name: str) -> None:
         broker = self.start(queue=name)
         broker.send(name, b"x")

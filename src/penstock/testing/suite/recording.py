@@ -49,6 +49,8 @@ WAYS: Final = [
     Way(DELAYED, Event.COME_DUE, "come_due", [("come_due",)], LATER),
     Way(AVAILABLE, Event.CLAIM, "claim", [("claim",)]),
     Way(IN_FLIGHT, Event.ACK, "ack", [("ack",)]),
+    Way(AVAILABLE, Event.ACK_LATE, "ack_late", [("ack", "late")]),
+    Way(DELAYED, Event.ACK_LATE, "ack_late", [("ack", "late")]),
     Way(IN_FLIGHT, Event.RELEASE, "release", [("release", "why")]),
     Way(IN_FLIGHT, Event.RELEASE_LATER, "release_later", [("release", "why")]),
     Way(IN_FLIGHT, Event.EXPIRE, "expire", [("expire",)]),
@@ -176,6 +178,9 @@ class LifeLogSuite(Suite):
             broker.ack(held)
         elif way.begin is FAILED:
             broker.release(held)
+        elif way.event is Event.ACK_LATE:
+            held = receipts_of(self.take(queue=queue))
+            broker.release(held, delay_ms=HOUR_MS if way.begin is DELAYED else 0)
         return queue, ids, held
 
     def told(
@@ -235,6 +240,8 @@ class LifeLogSuite(Suite):
                 self.take(queue=queue)
             case "ack":
                 broker.ack(held)
+            case "ack_late":
+                self.ack_late((held[0], 1), queue=queue)
             case "release":
                 broker.release(held, delay_ms=0, reason="why")
             case "release_later":

@@ -87,6 +87,56 @@ class SettlingSuite(Suite):
         broker.sweep()
         self.refuse_all(delivery, OutcomeStatus.STALE)
 
+    # --- late acks: for a protocol whose receipts outlive their lease -----------------------
+
+    def test_a_late_ack_settles_what_nobody_has_claimed_since(self) -> None:
+        broker = self.start(lease_ms=1_000, done_retention_ms=5_000, max_bytes=1_000)
+        ids = self.put(b"now", b"later", b"before", b"after")
+        held = [(each.receipt, each.attempts) for each in self.take(4, consumer="me")]
+        broker.release([held[0][0]], delay_ms=0)
+        broker.release([held[1][0]], delay_ms=HOUR_MS)
+        self.clock.advance(1_000)
+        # Whether a sweep has ended the lease or nobody has; the same message counts once.
+        outcomes = self.ack_late(*held[:3], held[2])
+        assert [each.status for each in outcomes] == ["done", "done", "done", "stale"]
+        broker.sweep()
+        assert [each.status for each in self.ack_late(held[3])] == ["done"]
+        assert self.depth() == (0, 0, 0, 4, 0)
+        assert broker.stats("q").acked_total == 4
+        at_ms = self.clock.now_ms()
+        for message_id in ids:
+            (attempt,) = broker.attempts("q", message_id)
+            assert (attempt.consumer, attempt.end, attempt.ended_at_ms) == ("me", "acked", at_ms)
+            assert broker.browse("q", state="done", message_id=message_id)
+        self.again()
+        assert [each.status for each in self.ack_late(*held)] == ["stale"] * 4
+        self.clock.advance(5_000)
+        assert self.broker.sweep().removed == 4
+
+    def test_a_late_ack_changes_nothing_that_somebody_has_claimed_since(self) -> None:
+        broker = self.start(lease_ms=1_000, max_attempts=3)
+        broker.create_queue("fifo", ordering="fifo")
+        self.put(b"1", b"2")
+        self.put(b"3", queue="fifo")
+        first, other = ((each.receipt, each.attempts) for each in self.take(2))
+        in_order = self.take_one(queue="fifo")
+        broker.release([first[0], in_order.receipt], delay_ms=0)
+        again = self.take_one()
+        with self.unchanged():
+            # It is held, by another attempt; after that, it waits for a third.
+            assert not any(self.ack_late(first))
+        broker.release([again.receipt], delay_ms=0)
+        with self.unchanged():
+            assert not any(self.ack_late(first, (first[0], 0), (again.receipt, 1)))
+            # A message in flight is settled by an ack, and one of a FIFO queue by no other.
+            assert not any(self.ack_late(other))
+            assert not any(self.ack_late((in_order.receipt, 1), queue="fifo"))
+            with pytest.raises(InvalidReceipt):
+                self.ack_late(first, queue="fifo")
+        # A claim that was given back unseen is none.
+        broker.release([self.take_one().receipt], unseen=True)
+        assert self.ack_late((again.receipt, 2))[0].ok
+
     def test_a_receipt_counts_once_in_a_call(self) -> None:
         broker = self.start()
         self.put(b"1")

@@ -298,8 +298,8 @@ def select(
 
 
 def handle_of(delivery: Delivery) -> str:
-    """Return the handle of a message that was received."""
-    return f"{delivery.receipt}.{delivery.message_id}"
+    """Return the handle of a message that was received: its receipt, its id, which attempt."""
+    return f"{delivery.receipt}.{delivery.message_id}.{delivery.attempts}"
 
 
 def receipt_of(handle: str) -> str:
@@ -308,8 +308,18 @@ def receipt_of(handle: str) -> str:
 
 
 def message_of(handle: str) -> int | None:
-    """Return the number in a handle; None if it has none."""
-    number = handle.partition(".")[2]
+    """Return the message's id in a handle; None if it has none."""
+    return _part_of(handle, 1)
+
+
+def attempt_of(handle: str) -> int:
+    """Return which attempt at the message a handle was given for; 0 if it does not say."""
+    return min(_part_of(handle, 2) or 0, limits.MAX_ATTEMPTS)
+
+
+def _part_of(handle: str, place: int) -> int | None:
+    parts = handle.split(".", 3)
+    number = parts[place] if place < len(parts) else ""
     # No number of a message is longer.
     return int(number) if number.isascii() and number.isdecimal() and len(number) < 20 else None
 

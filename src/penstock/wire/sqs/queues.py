@@ -133,8 +133,6 @@ def check_name(name: str | None) -> str:
         raise SqsFault.invalid(
             "Can only include alphanumeric characters, hyphens, or underscores. 1 to 80 in length"
         )
-    if name[0] in "-_":
-        raise SqsFault.invalid("The name of a queue must begin with a letter or a digit.")
     return name
 
 
