@@ -384,7 +384,7 @@ BUDGETS = {
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 8_820,
+    "server": 8_880,
     "server/console": 1_895,
     "spark": 5_415,
     "store": 1_845,
@@ -395,7 +395,7 @@ BUDGETS = {
     "wire": 2_045,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_430, 46_545, 215, 13_865
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_485, 46_585, 215, 13_865
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -98,7 +98,6 @@ MAX_READ_IDLE_MS: Final = 20_000
 
 # --- keys and operations ----------------------------------------------------------------------
 MAX_TOKEN_CHARS: Final = 512
-MAX_VERIFIED_TOKENS: Final = 10_000
 # Lines about different clients that were turned away which are logged in a minute; the same line is
 # logged once in that time.
 MAX_REFUSAL_LINES: Final = 100
@@ -248,7 +247,6 @@ CONSOLE_MAX_SESSIONS: Final = 1_000
 CONSOLE_SESSION_IDLE_MS: Final = 3_600_000
 CONSOLE_SESSION_MS: Final = 12 * 3_600_000
 # Logins whose key is checked at a time, and pages that are shown live.
-CONSOLE_MAX_LOGINS: Final = 4
 CONSOLE_MAX_STREAMS: Final = 100
 # Queues of a page, and queues whose last hour is remembered: 60 numbers each.
 CONSOLE_PAGE_QUEUES: Final = 100

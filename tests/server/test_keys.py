@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -175,13 +175,28 @@ def test_keys_are_found_while_the_file_is_read_again(path: Path) -> None:
     assert failures == []
 
 
-def test_the_memory_of_tokens_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.limits.MAX_VERIFIED_TOKENS", 2)
-    tokens = [f"k{n}:{add_key(path, f'k{n}', ['all'])}" for n in range(5)]
-    keys = Keys(path)
-    for token in [*tokens, *tokens]:
+def test_a_hash_is_made_for_the_first_use_of_a_secret_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, sqs = f"a:{add_key(path, 'a', ['all'])}", f"b:{add_key(path, 'b', ['all'], sqs=True)}"
+    add_key(path, "unused", ["all"])
+    keys, hashed, scrypt = Keys(path), [], keys_file._scrypt
+
+    def note(secret: str, *given: Any) -> bytes:
+        hashed.append(secret)
+        return scrypt(secret, *given)
+
+    monkeypatch.setattr(keys_file, "_scrypt", note)
+    for _ in range(2):
         assert keys.by_token(token)
-    assert len(keys._verified) == 2
+        assert keys.by_token(sqs)
+        for wrong in ("a:wrong", "b:wrong", "none:wrong", "a", "", f"{token}\0"):
+            assert keys.by_token(wrong) is None
+        assert len(hashed) == 1
+        # It is known, and another is known to be wrong, after the file was read again.
+        assert keys.reload()
+    assert keys.by_token("unused:wrong") is None
+    assert len(hashed) == 2
 
 
 # --- permissions --------------------------------------------------------------------------------

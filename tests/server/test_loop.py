@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import pytest
 from tests.console.visiting import Visitor
 
 import penstock
 from penstock import NotAllowed
 from penstock.filters import parser
-from penstock.server import running
+from penstock.flight.client import FlightStore
+from penstock.server import keys, running
 from penstock.server.keys import add_key
+from penstock.wire import native as wire
+from penstock.wire.frames import FrameReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.server import Server
 
+ENCODER = wire.Encoder()
 LOOP = "penstock-server"
 # In another form than the default filter has, which is told by its shape.
 FILTER = "(queue) = 'a'"
@@ -62,8 +68,8 @@ def token(tmp_path: Path) -> str:
 @pytest.fixture
 def server(token: str, tmp_path: Path) -> Iterator[Server]:
     assert token
-    keys = tmp_path / "keys.toml"
-    with running("memory:", native="127.0.0.1:0", http="127.0.0.1:0", keys=keys) as started:
+    listeners: dict[str, Any] = dict.fromkeys(("native", "http", "flight"), "127.0.0.1:0")
+    with running("memory:", **listeners, keys=tmp_path / "keys.toml") as started:
         yield started
 
 
@@ -97,3 +103,49 @@ def test_filters_are_parsed_on_threads(
         assert LOOP not in found, path
     visitor.get("queues/a?where=x+%3D+1")
     assert parsed.take()[0] != LOOP
+
+
+def test_hashes_of_tokens_are_made_on_one_thread(
+    server: Server, token: str, note: Callable[[Any, str], Noted]
+) -> None:
+    hashed = note(keys, "_scrypt")
+    visitor = Visitor(server)
+
+    def native(wrong: str) -> None:
+        with (
+            pytest.raises(NotAllowed),
+            penstock.connect(server.location("native"), token=wrong) as client,
+        ):
+            client.queues()
+
+    def flight(wrong: str) -> None:
+        with pytest.raises(NotAllowed):
+            FlightStore(server.location("flight"), token=wrong).queues()
+
+    def page(wrong: str) -> None:
+        assert visitor.ask("GET", "/metrics", authorization=f"Bearer {wrong}").status == 401
+
+    for enter in (native, flight, page, visitor.log_in):
+        enter("low:wrong")
+        assert hashed.take() == ["penstock-login_0"]
+    assert "location" in visitor.log_in(token).headers
+    assert hashed.take() == ["penstock-login_0"]
+    # The key's own secret is known now, so that any other is wrong.
+    page("low:wrong")
+    with penstock.connect(server.location("native"), token=token) as client:
+        client.create_queue("a")
+    assert hashed.take() == []
+
+
+def test_a_greeting_that_is_checked_holds_back_what_follows(server: Server, token: str) -> None:
+    """Requests that come with the greeting are begun once the token is known."""
+    hello = ENCODER.frame(wire.Hello(wire.MAGIC, wire.VERSION, token=token))
+    with socket.create_connection(server.addresses["native"], timeout=60) as line:
+        line.sendall(hello + ENCODER.frame(wire.Ping(7)))
+        reader = FrameReader()
+        answers: list[Any] = []
+        while len(answers) < 2:
+            reader.feed(line.recv(65_536))
+            while (frame := reader.take()) is not None:
+                answers.append(msgspec.msgpack.decode(frame))
+    assert [each[:2] for each in answers][1:] == [[1, 7]]

@@ -108,7 +108,7 @@ class Pages:
         begin = server.clock.seconds()
         key_id, outcome = "", "ok"
         try:
-            principal = self._principal(request)
+            principal = await self._principal(request)
             if principal is None:
                 outcome = NotAllowed.__name__
                 token = token_of(request.headers.get("authorization"))
@@ -129,13 +129,14 @@ class Pages:
             name, peer = request.path.rpartition("/")[2], request.peer
             server.metrics.request("admin", name, seconds, outcome, key_id, peer)
 
-    def _principal(self, request: Request) -> Principal | None:
+    async def _principal(self, request: Request) -> Principal | None:
         """Return the principal of a request; None: it needs a key and has none that is known."""
         keys = self._server.keys
         if keys is None:
             return ANYONE
         token = token_of(request.headers.get("authorization"))
-        return keys.by_token(token) if token else None
+        found = keys.find(token) if token else None
+        return await found if isinstance(found, asyncio.Future) else found
 
     async def ready(self, _: Request) -> Response:
         """Say whether requests are welcome, and if not, why."""
@@ -168,7 +169,7 @@ class Pages:
             asked = msgspec.json.decode(request.body, type=_Backup)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidInput(str(error)) from None
-        actor = Actor("admin", (self._principal(request) or ANYONE).key_id, request.peer)
+        actor = Actor("admin", (await self._principal(request) or ANYONE).key_id, request.peer)
         path, size = await self._server.batcher.back_up(
             asked.name, actor, incremental=asked.incremental
         )

@@ -19,7 +19,8 @@ import ssl
 import stat
 import threading
 import tomllib
-from collections import OrderedDict
+from asyncio import get_running_loop
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
@@ -30,6 +31,7 @@ from penstock.errors import InvalidInput
 from penstock.server.security import ACTIONS, Principal, Rate
 
 if TYPE_CHECKING:
+    from asyncio import Future
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -83,11 +85,16 @@ class Keys:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._cache_key = ssl.RAND_bytes(32)
+        self._digest_key = ssl.RAND_bytes(32)
+        # Hashes are compared here, one at a time however many clients log in by wrong tokens.
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="penstock-login")
         self._seen = _fingerprint(path)
         self._keys: dict[str, Key] = {}
         # Each secret has its own: connections made by one that is taken away end with it.
         self._principals: dict[tuple[str, Secret], Principal] = {}
+        # The tokens that are known to be right, by a keyed digest, so that neither the map nor the
+        # time that a comparison takes says anything about them.
+        self._digests: dict[tuple[str, Secret], bytes] = {}
         # By key with two secrets: the second at which the former one was last used, or 0.
         self.former_used: dict[str, int] = {}
         self._adopt(read_keys(path))
@@ -107,8 +114,8 @@ class Keys:
             self.former_used = {each: self.former_used.get(each, 0) for each in two}
             for gone in self._principals.values():
                 gone.grants = ()
+            self._digests = {each: self._digest_of(each) for each in principals}
             self._keys, self._principals = keys, principals
-            self._verified: OrderedDict[bytes, Principal] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -131,35 +138,62 @@ class Keys:
             self.reload()
 
     def by_token(self, token: str) -> Principal | None:
-        """Return whose token (``ID:SECRET``) this is, or None."""
-        if len(token) > limits.MAX_TOKEN_CHARS:
-            return None
-        # Known tokens are found by a keyed digest, so that neither the map nor the time that a
-        # lookup takes says anything about them.
-        digest = hashlib.blake2b(
-            token.encode("utf-8", "surrogatepass"), key=self._cache_key, digest_size=32
-        ).digest()
-        found = self._verified.get(digest)
-        if found is not None:
-            self.note_use(found)
+        """Return whose token (``ID:SECRET``) this is, or None; waits for its hash if it is new."""
+        found, wanted = self._look_up(token)
+        return self._checker.submit(self._check, token).result() if wanted else found
+
+    def find(self, token: str) -> Principal | Future[Principal | None] | None:
+        """Do the same on an event loop, which must not wait: of a new token it gives a future."""
+        found, wanted = self._look_up(token)
+        if not wanted:
             return found
-        key_id, colon, given = token.partition(":")
-        key = self._keys.get(key_id)
-        if not colon or key is None:
-            return None
-        secret = next((each for each in key.secrets if _matches(each, given)), None)
+        return get_running_loop().run_in_executor(self._checker, self._check, token)
+
+    def _look_up(self, token: str) -> tuple[Principal | None, list[Secret]]:
+        """Return whose token this is known to be, and the secrets that it may be by their hash."""
+        if len(token) > limits.MAX_TOKEN_CHARS:
+            return None, []
+        key_id = token.partition(":")[0]
+        digest = self._digest(token)
+        unknown = []
+        with self._lock:
+            key = self._keys.get(key_id)
+            for secret in [] if key is None else key.secrets:
+                known = self._digests[key_id, secret]
+                if hmac.compare_digest(known, digest):
+                    principal = self._principals[key_id, secret]
+                    self.note_use(principal)
+                    return principal, []
+                if not known:
+                    unknown.append(secret)
+        return None, unknown
+
+    def _check(self, token: str) -> Principal | None:
+        """Compare the hashes of a token's key; a secret that it is is known by its digest then."""
+        # Of many logins at a time the first may have told.
+        found, secrets = self._look_up(token)
+        key_id, _, given = token.partition(":")
+        secret = next((each for each in secrets if _matches(each, given)), None)
         if secret is None:
-            return None
+            return found
         with self._lock:
             # The file may have been read again meanwhile, and the key be gone or another.
             principal = self._principals.get((key_id, secret))
             if principal is not None:
-                self._verified[digest] = principal
-                if len(self._verified) > limits.MAX_VERIFIED_TOKENS:
-                    self._verified.popitem(last=False)
-        if principal is not None:
-            self.note_use(principal)
-        return principal
+                self._digests[key_id, secret] = self._digest(token)
+                self.note_use(principal)
+            return principal
+
+    def _digest(self, token: str) -> bytes:
+        encoded = token.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(encoded, key=self._digest_key, digest_size=32).digest()
+
+    def _digest_of(self, of: tuple[str, Secret]) -> bytes:
+        """Return the digest of a secret's token, as far as it is known."""
+        key_id, secret = of
+        return (
+            self._digest(f"{key_id}:{secret.plain}") if secret.plain else self._digests.get(of, b"")
+        )
 
     def note_use(self, principal: Principal) -> None:
         """Note when a secret was used that a newer one is to replace."""
@@ -201,8 +235,6 @@ def _fingerprint(path: Path) -> tuple[int, int, int] | None:
 
 
 def _matches(secret: Secret, given: str) -> bool:
-    if secret.plain:
-        return hmac.compare_digest(secret.plain.encode(), given.encode("utf-8", "surrogatepass"))
     _, n, r, p, salt, wanted = secret.hash.split(":")
     made = _scrypt(given, base64.b64decode(salt), (int(n), int(r), int(p)))
     return hmac.compare_digest(base64.b64decode(wanted), made)

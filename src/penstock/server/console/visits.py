@@ -84,7 +84,6 @@ class Sessions:
         # Cookies are by host, whatever the port: each store has a name of its own.
         self.cookie = f"penstock_{store_id[-12:]}"
         self._sessions: dict[str, Session] = {}
-        self._checking = asyncio.Semaphore(limits.CONSOLE_MAX_LOGINS)
         self._shared = Session("", ANYONE, _token(), 0.0, 0.0)
 
     def __len__(self) -> int:
@@ -96,8 +95,8 @@ class Sessions:
             return None
         loop = asyncio.get_running_loop()
         until = loop.time() + _FAILED_SECONDS
-        async with self._checking:
-            principal = await asyncio.to_thread(self._keys.by_token, token)
+        found = self._keys.find(token)
+        principal = await found if isinstance(found, asyncio.Future) else found
         if principal is None:
             await asyncio.sleep(until - loop.time())
             return None

@@ -18,6 +18,7 @@ from penstock.wire import native as wire
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+    from collections.abc import Callable
 
     from penstock.server.connections import Slot
     from penstock.server.security import Principal
@@ -92,9 +93,21 @@ class NativeListener(Listener):
             bounds["dedup_window_ms"] = window_ms
         return wire.Welcome(min(version, wire.VERSION), "penstock", self.store_id, bounds)
 
-    def principal_of(self, token: str) -> Principal | None:
-        """Return the principal of a token; None if there is none."""
-        return ANYONE if self.keys is None else self.keys.by_token(token)
+    def log_in(
+        self, token: str, tell: Callable[[Principal | None], None]
+    ) -> asyncio.Future[Principal | None] | None:
+        """Tell whose a token is, at once or later; the future is done before it is told later."""
+        found = ANYONE if self.keys is None else self.keys.find(token)
+        if not isinstance(found, asyncio.Future):
+            tell(found)
+            return None
+
+        def told(login: asyncio.Future[Principal | None]) -> None:
+            if not login.cancelled():
+                tell(login.result())
+
+        found.add_done_callback(told)
+        return found
 
     def wake_waiting(self) -> None:
         """Let the connections go on that waited for fewer bytes of requests at work."""

@@ -58,6 +58,8 @@ class NativeConnection(asyncio.Protocol):
         self._reader = FrameReader(limits.MAX_HELLO_BYTES)
         self._token = ""
         self._principal: Principal | None = None
+        # While a thread checks the token.
+        self._login: Future[Principal | None] | None = None
         # Requests in order of arrival, but for claims that may wait, which are by their id.
         self._at_work: dict[PendingRequest, None] = {}
         self._waits: dict[int, PendingRequest] = {}
@@ -112,8 +114,9 @@ class NativeConnection(asyncio.Protocol):
             if pending.future is not None and not pending.verb.batched:
                 pending.future.cancel()
         self._end_claims()
-        if self._time_is_up is not None:
-            self._time_is_up.cancel()
+        for each in (self._login, self._time_is_up):
+            if each is not None:
+                each.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in whatever pieces."""
@@ -179,6 +182,7 @@ class NativeConnection(asyncio.Protocol):
                 len(self._at_work) >= limits.MAX_REQUESTS_AT_WORK
                 or self._bytes_at_work >= limits.MAX_BYTES_AT_WORK
                 or self._stuck_since is not None
+                or self._login is not None
                 or self._ending
             ):
                 if listener.bytes_at_work >= limits.MAX_ALL_BYTES_AT_WORK:
@@ -212,7 +216,12 @@ class NativeConnection(asyncio.Protocol):
 
     def _greet(self, frame: memoryview) -> None:
         hello = wire.read_hello(frame)
-        principal = self._listener.principal_of(hello.token)
+        self._login = self._listener.log_in(hello.token, partial(self._welcome, hello))
+
+    def _welcome(self, hello: wire.Hello, principal: Principal | None) -> None:
+        self._login = None
+        if self._transport is None:
+            return
         if principal is None:
             note = self._listener.metrics.refusals.token
             why = note("native", self._slot.address, hello.token)
@@ -226,6 +235,7 @@ class NativeConnection(asyncio.Protocol):
         self._listener.slots.trust(self._slot)
         self._reader.max_frame_bytes = limits.MAX_FRAME_BYTES
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
+        self.go_on()
 
     def _begin(self, frame: memoryview) -> None:
         request: Any = wire.read_request(frame)
@@ -569,10 +579,14 @@ class NativeConnection(asyncio.Protocol):
             self._farewell(InvalidInput("a frame was begun and not ended"), final=False)
         elif silent_ms > limits.MAX_IDLE_MS and not self.busy:
             self._farewell(PenstockError("the connection was idle"), final=False)
-        elif self._listener.keys is not None:
+        elif self._listener.keys is not None and self._login is None:
             # Keys are looked up again, so that one that was taken away is of no use any more.
-            self._principal = self._listener.principal_of(self._token)
-            if self._principal is None:
-                self._farewell(NotAllowed("this key is not known any more"), final=True)
-            else:
-                self._consumers.check(self._principal)
+            self._login = self._listener.log_in(self._token, self._check_key)
+
+    def _check_key(self, principal: Principal | None) -> None:
+        self._login, self._principal = None, principal
+        if principal is None:
+            self._farewell(NotAllowed("this key is not known any more"), final=True)
+        else:
+            self._consumers.check(principal)
+            self.go_on()
