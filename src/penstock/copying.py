@@ -159,7 +159,9 @@ def _open_source(
                 now_ms = max(sql.server_ms(), sql.info().time_floor_ms)
                 view = lambda at_ms: sql.pin(at_ms or now_ms, stats=True, marks=False)  # noqa: E731
             elif url.startswith("rocksdb:"):
-                view = opened.enter_context(open_copy(Path(parse_url(url).place))).pin_at
+                view = opened.enter_context(
+                    open_copy(Path(parse_url(url).place), clock=clock)
+                ).pin_at
             else:
                 view = opened.enter_context(open_reader(url, clock=clock)).pin_at
 

@@ -64,14 +64,14 @@ def open_reader(url: str, *, clock: Clock | None = None) -> Reader:
         raise
 
 
-def open_copy(path: Path) -> Reader:
+def open_copy(path: Path, *, clock: Clock | None = None) -> Reader:
     """Open a backup, or a store on RocksDB that no process has open; nothing of it is changed."""
     from penstock.engines.memory import Overlay  # noqa: PLC0415
     from penstock.engines.rocksdb import open_for_reading  # noqa: PLC0415
 
     design = rocksdb_design(path, create=False)
     tables = DESIGNS[design]
-    clock = SystemClock()
+    clock = clock or SystemClock()
     below = open_for_reading(path, tables)
     try:
         return Reader(make_store(Overlay(below, tables), design, clock), clock)

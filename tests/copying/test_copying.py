@@ -91,6 +91,44 @@ def test_a_copy_goes_on_as_the_source_would(
     assert ended[source] == ended[target]
 
 
+@pytest.mark.parametrize(
+    ("source_kind", "target_kind"),
+    [("rocks-indexed", "sql"), ("slate", "rocks-indexed"), ("sql", "rocks-buckets")],
+)
+def test_a_last_attempt_in_flight_is_over_in_the_copy(
+    places: Places, source_kind: str, target_kind: str
+) -> None:
+    source, target = places.make(source_kind, "source"), places.make(target_kind, "target")
+    with penstock.open(source, background=False) as broker:
+        broker.create_queue("once", max_attempts=1)
+        broker.create_queue("twice", max_attempts=2)
+        for queue in ("once", "once", "twice"):
+            broker.send(queue, b"x")
+        broker.release([broker.claim("once")[0].receipt], reason="no")
+        broker.redrive("once")
+        for queue in ("once", "twice"):
+            assert broker.claim(queue, limit=2, lease_ms=HOUR_MS, consumer="busy")
+        before = {queue: broker.stats(queue) for queue in ("once", "twice")}
+    report = copy(source, target)
+    assert report.in_flight == 3
+    assert [each.messages["failed"] for each in report.queues] == [2, 0]
+    later = ManualClock(now_ms=report.at_ms + 2 * HOUR_MS)
+    with penstock.open(target, background=False, create=False, clock=later) as broker:
+        broker.sweep()
+        assert len(broker.claim("twice", limit=2)) == 1
+        assert not broker.claim("once", limit=2)
+        stats, source_stats = broker.stats("once"), before["once"]
+        assert (stats.failed, stats.failed_total) == (2, source_stats.failed_total + 2)
+        assert stats.lease_expired_total == 2
+        for entry in broker.browse("once", state=State.FAILED):
+            assert (entry.reason, entry.ended_at_ms) == ("copied", report.at_ms)
+            last = broker.attempts("once", entry.message_id)[-1]
+            assert (last.number, last.end) == (entry.attempts, penstock.AttemptEnd.EXPIRED)
+            assert last.consumer == "busy"
+        assert broker.redrive("once") == 2
+        assert broker.check().violations == []
+
+
 @pytest.mark.parametrize("source_kind", ["rocks-indexed", "sql"])
 def test_history_in_a_copy_is_found_and_kept_as_that_of_the_source(
     places: Places, source_kind: str
@@ -107,7 +145,9 @@ def test_history_in_a_copy_is_found_and_kept_as_that_of_the_source(
             broker.release(held[2:], reason="no")
             clock.advance(1_000)
         begun_ms = clock.now_ms() - 6_000
-    copy(source, target, clock=clock)
+    report = copy(source, target, clock=clock)
+    # A database has a clock of its own.
+    assert source_kind == "sql" or report.at_ms == clock.now_ms()
     with penstock.open(target, background=False, create=False, clock=clock) as broker:
         store = broker._store
         for state in (State.DONE, State.FAILED):

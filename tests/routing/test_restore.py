@@ -15,6 +15,7 @@ import penstock
 from penstock import InvalidInput, InvalidMessage, InvalidQueue, LogRecord, Message, State, limits
 from penstock.clock import ManualClock
 from penstock.store.filling import RESTORE_MESSAGES
+from penstock.store.kv.tables import PAGE_BYTES
 from penstock.store.policy import Coverage, Stretch
 from penstock.testing.checking import assert_clean
 
@@ -354,3 +355,34 @@ def test_what_is_forgotten_is_said_to_be(
     left = [each for each in coverage.backfilled if each.end is not None and each.end <= earliest]
     assert len(before) + 1 <= 3 or not left or len(coverage.backfilled) + 1 <= 3
     assert coverage.live
+
+
+class ReadTable:
+    """A table that notes how much each call has read."""
+
+    def __init__(self, table: Any) -> None:
+        self.table, self.family, self.read = table, table.family, list[int]()
+
+    def multi_get(self, keys: list[bytes]) -> list[bytes | None]:
+        found: list[bytes | None] = self.table.multi_get(keys)
+        self.read.append(sum(len(each or b"") for each in found))
+        return found
+
+    def get(self, key: bytes) -> bytes | None:
+        return self.multi_get([key])[0]
+
+
+def test_payloads_are_not_read_all_at_once_to_see_that_they_are_there(
+    broker: penstock.Broker, clock: ManualClock
+) -> None:
+    store: Any = broker._store
+    payload = bytes(1 << 20)
+    broker.publish(Message(payload, {"n": n}) for n in range(20))
+    store.payloads.table = table = ReadTable(store.payloads.table)
+    broker.create_queue("q", filter="TRUE")
+    assert broker.backfill("q").added == 20
+    assert len(payload) < max(table.read) <= PAGE_BYTES
+    table.read.clear()
+    assert store.collect(list(range(1, 21)), clock.now_ms(), dry_run=True).freed_messages == 20
+    assert max(table.read) == len(payload)
+    store.payloads.table = table.table

@@ -177,3 +177,32 @@ def test_leases_dedup_ids_and_dead_letters_one_at_a_time(design: str) -> None:
     looked = [work.looked(partial(one, number)) for number in range(200)]
     assert max(looked[100:]) <= 60
     assert_clean(broker)
+
+
+@DESIGN
+def test_a_deleted_queue_leaves_nothing_in_memory(design: str) -> None:
+    work = Work(design)
+    store: Any = work.broker._store
+
+    def held() -> list[int]:
+        keys = [store.history.first_keys, store.first_unclaimed, *store.active.first_keys]
+        more = [each._gone for each in keys] + [store.history._marked, store.active._due.ranks]
+        return [len(each) for each in (*keys, *more, store.retention.ranks, store.by_number)]
+
+    before = held()
+    settings: dict[str, Any] = {"max_attempts": 1, "unclaimed_retention_ms": HOUR_MS}
+    for name in ("a", "b"):
+        work.broker.create_queue(name, done_retention_ms=HOUR_MS, **settings)
+        work.broker.publish([Message(b"1", {"queue": name}) for _ in range(3 * BUDGET)])
+        work.broker.publish([Message(b"1", {"queue": name}, delay_ms=HOUR_MS)])
+        taken = [each.receipt for each in work.broker.claim(name, limit=2 * BUDGET)]
+        work.broker.ack(taken[:BUDGET])
+        work.broker.release(taken[BUDGET:])
+        work.broker.browse(name, state=State.DELAYED)
+        work.broker.sweep()
+    work.broker.move("a", "b", state="failed")
+    assert held() != before
+    for name in ("a", "b"):
+        work.broker.delete_queue(name)
+    assert held() == before
+    assert_clean(work.broker)

@@ -8,14 +8,15 @@
     CopyEnd     the last step, after which the store can be opened
 
 A page holds messages as they are at the moment of the snapshot. A message in flight becomes one
-that is delayed until the deadline of its lease: the lease belongs to the store that gave it.
+that is delayed until the deadline of its lease, or a failed one if this was its last attempt: the
+lease belongs to the store that gave it.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
 from heapq import merge
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
@@ -26,7 +27,7 @@ from penstock.limits import MAX_OFFSET
 from penstock.model import QueueSpec, State
 from penstock.store.codec.metadata import decode_heads
 from penstock.store.codec.records import AttemptRecord
-from penstock.store.policy import Coverage, LogSettings
+from penstock.store.policy import Coverage, LogSettings, is_exhausted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -172,8 +173,10 @@ def read_start(pinned: PinnedStore) -> CopyStart:
         counted = {name: value for name, value in named.items() if name.endswith("_total")}
         # Their leases end with the copy.
         counted["lease_expired_total"] += stats.in_flight
-        live = stats.available + stats.delayed + stats.in_flight
-        depths = {"active": live, "done": stats.done, "failed": stats.failed}
+        ending = sum(1 for _ in _ending(pinned, stats.queue, pinned.at_ms))
+        counted["failed_total"] += ending
+        live = stats.available + stats.delayed + stats.in_flight - ending
+        depths = {"active": live, "done": stats.done, "failed": stats.failed + ending}
         spec, coverage = pinned.queues[stats.queue], pinned.coverage(stats.queue)
         queues.append(QueueCopy(spec, coverage, counted, depths))
     return CopyStart(
@@ -260,9 +263,12 @@ def _with_payloads(
 def _message_pages(
     pinned: PinnedStore, at_ms: int, table: str, queue: str, skip: int
 ) -> Iterator[CopyPage]:
-    found = (
-        _live(pinned, queue, at_ms) if table == "active" else _ended(pinned, State(table), queue)
-    )
+    if table == "active":
+        found = _live(pinned, queue, at_ms)
+    else:
+        found = _ended(pinned, State(table), queue)
+    if table == "failed":
+        found = chain(found, _ending(pinned, queue, at_ms))
     for page in gather_pages(_sized(queue, islice(found, skip, None))):
         payloads = pinned.payloads([message.message_id for message in page])
         tried: dict[int, list[tuple[int, AttemptRecord]]] = {}
@@ -279,13 +285,26 @@ def _message_pages(
         yield CopyPage(0, 0, table, queue, messages=messages)
 
 
-def _live(pinned: PinnedStore, queue: str, at_ms: int) -> Iterator[CopiedMessage]:
+def _ending(pinned: PinnedStore, queue: str, at_ms: int) -> Iterator[CopiedMessage]:
+    """Read the messages whose last attempt ends with the copy: they are failed ones there."""
+    if any(stats.in_flight for stats in pinned.stats if stats.queue == queue):
+        yield from _live(pinned, queue, at_ms, ending=True)
+
+
+def _live(
+    pinned: PinnedStore, queue: str, at_ms: int, *, ending: bool = False
+) -> Iterator[CopiedMessage]:
+    """Read live messages: those that are so in the copy, or (``ending``) the others."""
+    spec = pinned.queues[queue]
     for keys in pinned.cut("active", queue, 1):
         for rows in pinned.live_rows(keys):
             for row, lease in zip(rows, pinned.leases(rows), strict=True):
                 message_id, state, attempts, time_ms, _, metadata, forgiven = row
+                is_held = state == State.IN_FLIGHT
+                if (is_held and is_exhausted(spec, attempts, forgiven)) is not ending:
+                    continue
                 message = CopiedMessage(message_id, metadata, attempts, forgiven, time_ms, "")
-                if state == State.IN_FLIGHT:
+                if is_held:
                     if lease is None:
                         raise StoreDamaged(
                             f"the lease of message {message_id} of queue {queue} is lost"
@@ -295,6 +314,8 @@ def _live(pinned: PinnedStore, queue: str, at_ms: int) -> Iterator[CopiedMessage
                         lease.claimed_at_ms, lease.consumer, at_ms, _EXPIRED, _REASON
                     )
                     message.history = [(attempts, given)]
+                if ending:
+                    message.time_ms, message.forgiven, message.reason = at_ms, 0, _REASON
                 yield message
 
 

@@ -78,6 +78,12 @@ class History:
             has_some = True
         (self._marked.add if has_some else self._marked.discard)(queue.number)
 
+    def forget(self, queue: Queue) -> None:
+        """Drop what memory keeps about a queue that was deleted."""
+        self._marked.discard(queue.number)
+        for state in _KEYS:
+            self.first_keys.forget(*(begin for begin, _ in _runs(queue, state)))
+
     # --- in ------------------------------------------------------------------------------
 
     def add(

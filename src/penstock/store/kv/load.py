@@ -141,7 +141,8 @@ class KvLoader:
 
     def _load_messages(self, batch: Batch, queue: Queue, page: CopyPage, at_ms: int) -> None:
         store = self._store
-        held = store.payloads.hold(batch, [each.message_id for each in page.messages])
+        sizes = {each.message_id: len(each.payload) for each in page.messages}
+        held = store.payloads.hold(batch, sizes)
         items = []
         for each, here in zip(page.messages, held, strict=True):
             if not here:

@@ -326,12 +326,16 @@ class RoutingVerbs(PublishVerbs):
         moved = self.history.marks(queue, [item.message_id for item in items])
         items = [item for item in items if item.message_id not in moved]
         heads = decode_heads([item.metadata for item in items])
-        self.check_room(queue, len(items), sum(head.size for head in heads if head))
+        bytes_of = {
+            item.message_id: head.size if head else 0
+            for item, head in zip(items, heads, strict=True)
+        }
+        self.check_room(queue, len(items), sum(bytes_of.values()))
         payloads = {record.message_id: payload for record, payload in records or ()}
         brought = {item.message_id: payloads.get(item.message_id) for item in items}
         batch = self.begin(len(items), sum(len(payload or b"") for payload in brought.values()))
         kept = []
-        for item, here in zip(items, self.payloads.hold(batch, list(brought)), strict=True):
+        for item, here in zip(items, self.payloads.hold(batch, bytes_of), strict=True):
             payload = brought[item.message_id]
             if not here and payload is not None:
                 self.payloads.put_again(batch, item.message_id, payload)

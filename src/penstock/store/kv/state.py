@@ -308,7 +308,9 @@ class Core:
         self.limited.discard(queue.name)
         self.overfull.discard(queue.number)
         self.listing.pop(queue.name, None)
-        self.active.forget(queue)
+        self.active.drop(queue)
+        self.history.forget(queue)
+        self.first_unclaimed.forget(queue.number4)
         self.dead_letters.forget(queue)
         for what in (State.DONE.value, State.FAILED.value, "unclaimed"):
             self.retention.set((queue.number, what), None)

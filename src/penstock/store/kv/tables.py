@@ -87,6 +87,12 @@ class FirstKeys(dict[bytes, bytes]):
             with suppress(StoreDamaged):
                 self.scan(begin, end, 1)
 
+    def forget(self, *begins: bytes) -> None:
+        """Let go of ranges that nobody will read any more."""
+        for begin in begins:
+            self.pop(begin, None)
+            self._gone.pop(begin, None)
+
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
         """Read up to ``limit`` pairs of [begin, end), ascending; the end may differ each time."""
         first = self.get(begin, begin)
@@ -206,10 +212,22 @@ class Payloads:
         counts = self._counts(message_ids)
         return {message_id for message_id, count in counts if count is not None}
 
-    def hold(self, batch: Batch, message_ids: Sequence[int]) -> list[bool]:
-        """Note that one more queue holds messages; False for those whose payload is gone."""
-        held = [payload is not None for payload in self.get(message_ids)]
-        for (message_id, count), is_here in zip(self._counts(message_ids), held, strict=True):
+    def hold(self, batch: Batch, sizes: Mapping[int, int]) -> list[bool]:
+        """Note that one more queue holds messages; False for those whose payload is gone.
+
+        ``sizes``: the bytes of each one's payload. A table tells what it has by reading it.
+        """
+        held: list[bool] = []
+        some: list[int] = []
+        room = PAGE_BYTES
+        for message_id, size in sizes.items():
+            if some and size > room:
+                held += [payload is not None for payload in self.get(some)]
+                some, room = [], PAGE_BYTES
+            some.append(message_id)
+            room -= size
+        held += [payload is not None for payload in self.get(some)]
+        for (message_id, count), is_here in zip(self._counts(list(sizes)), held, strict=True):
             if is_here:
                 self.refer(batch, message_id, (1 if count is None else count) + 1)
         return held
@@ -230,7 +248,9 @@ class Payloads:
     def discard(self, batch: Batch, message_ids: Sequence[int]) -> tuple[int, int]:
         """Delete payloads whatever their count says; return how many were there, and bytes."""
         count = freed = 0
-        for message_id, payload in zip(message_ids, self.get(message_ids), strict=True):
+        for message_id in message_ids:
+            # One at a time: nobody knows how large they are.
+            payload = self.table.get(payload_key(message_id))
             if payload is not None:
                 batch.delete(payload_key(message_id), self.table.family)
                 self.refer(batch, message_id, 1)

@@ -166,11 +166,16 @@ class ActiveSet(Protocol[D]):
         queue.counts.live_bytes += sign * sum(head.size for head in heads if head is not None)
 
     def forget(self, queue: Queue) -> None:
-        """Drop what memory keeps about a queue that was deleted."""
+        """Drop what memory keeps about a queue: it is read anew, or was deleted."""
         self._directories.pop(queue.number, None)
         self.damage.pop(queue.number, None)
         self._queues.pop(queue.number, None)
         self._due.set(queue.number, None)
+
+    def drop(self, queue: Queue) -> None:
+        """Let go of a queue that was deleted."""
+        self.forget(queue)
+        self.passed.pop(queue.number, None)
 
     def add(self, batch: Batch, queue: Queue, items: Sequence[Item], now_ms: int) -> None:
         """Put messages in: available, or delayed if ``visible_at_ms`` is after now.

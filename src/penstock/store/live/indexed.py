@@ -95,6 +95,13 @@ class IndexedActive(ActiveSet[Directory]):
             del self._directories[queue.number]
             self._due.set(queue.number, None)
 
+    def drop(self, queue: Queue) -> None:
+        """Let go of a queue that was deleted, and of where its ranges begin."""
+        super().drop(queue)
+        for first_keys in (self._first_available, self._first_in_progress):
+            first_keys.forget(queue.number4)
+        self._first_timer.forget(DELAYED + queue.number4, READY + queue.number4)
+
     def _find_held(self, queue: Queue, directory: Directory) -> None:
         if queue.fifo and directory.find_held(self._quarantine):
             self._recount.add(queue.number)
