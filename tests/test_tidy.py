@@ -387,15 +387,15 @@ BUDGETS = {
     "server": 8_880,
     "server/console": 1_895,
     "spark": 5_415,
-    "store": 1_845,
+    "store": 1_870,
     "store/codec": 1_380,
-    "store/kv": 6_445,
-    "store/live": 2_435,
+    "store/kv": 6_485,
+    "store/live": 2_445,
     "store/sql": 8_685,
     "wire": 2_045,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_485, 46_585, 215, 13_865
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_570, 46_650, 215, 13_920
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
