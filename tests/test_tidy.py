@@ -107,6 +107,7 @@ LAYERS = {
     "flight": {
         *BROKER,
         *("__init__", "addresses", "broker", "server.keys", "server.metrics", "server.security"),
+        "server.shares",
     },
     "spark": {
         *GROUND,
@@ -290,6 +291,7 @@ PUBLIC = [
     "QueueStats",
     "Reader",
     "Retry",
+    "ServerBusy",
     "ServerUnreachable",
     "Settled",
     "State",
@@ -372,19 +374,19 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_430,
+    ".": 3_445,
     "broker": 3_390,
     "cli": 3_325,
     "client": 2_430,
     "engines": 3_585,
     "filters": 1_400,
-    "flight": 3_800,
+    "flight": 3_885,
     "importers": 700,
     "integrations": 225,
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 8_880,
+    "server": 9_025,
     "server/console": 1_895,
     "spark": 5_415,
     "store": 1_870,
@@ -395,7 +397,7 @@ BUDGETS = {
     "wire": 2_045,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_570, 46_650, 215, 13_920
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_810, 46_800, 216, 13_920
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

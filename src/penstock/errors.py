@@ -14,6 +14,7 @@
     ├── BrokerClosed          a verb after close()
     ├── NotAllowed            a server that wants a key, or a key that may not do this
     ├── LimitReached          a limit that was set for a queue or a key
+    │   └── ServerBusy            the caller has its share of a bound of the server: try again
     ├── StoreLocked           another process owns the directory (the message names it)
     ├── StoreMismatch         the directory holds something else, or a newer format
     ├── CorruptRecord         a record that does not decode (quarantined where it was met)
@@ -55,6 +56,7 @@ __all__ = [
     "PenstockError",
     "QueueExists",
     "QueueNotFound",
+    "ServerBusy",
     "ServerUnreachable",
     "StorageFailed",
     "StoreDamaged",
@@ -193,6 +195,14 @@ class LimitReached(PenstockError):
         """Keep the wait beside the message, for protocols that have a place for it."""
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class ServerBusy(LimitReached):
+    """The caller has its share of something that all clients of a server share, or none is left.
+
+    It passes, so the same call may be made again later; nothing was changed. The message names the
+    bound, how much of it the caller has, and how much is free.
+    """
 
 
 class StoreLocked(PenstockError):

@@ -66,6 +66,12 @@ MAX_VIEWS: Final = 64
 MAX_VIEW_IDLE_MS: Final = 600_000
 # When there is no room for another, a snapshot that has waited so long for its reader may go.
 MIN_VIEW_IDLE_MS: Final = 10_000
+# ... and one whose reader has taken nothing for so long.
+MAX_READ_STALL_MS: Final = 60_000
+# Batches that readers have not taken yet, and how long one waits for others before it is made: not
+# as long as a client waits for it.
+MAX_UNREAD_BYTES: Final = 256 * 1024 * 1024
+MAX_UNREAD_WAIT_MS: Final = 15_000
 MAX_PARTITIONS: Final = 1_024
 MAX_SNAPSHOT_READS: Final = 256
 SNAPSHOT_GUESS_MS: Final = 2_000

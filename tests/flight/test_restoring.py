@@ -9,6 +9,7 @@ import pytest
 
 import penstock
 from penstock import InvalidInput, Message, QueueNotFound, limits
+from penstock.errors import ServerBusy
 from penstock.flight import protocol as wire
 from penstock.flight.writes import Filler
 from penstock.testing.checking import assert_clean
@@ -110,7 +111,7 @@ def test_what_is_refused(
         patch.setattr(limits, "MAX_RESTORES", 1)
         patch.setattr(limits, "MAX_CALL_MS", 10)
         filler = Filler(broker)
-        with filler._place(), pytest.raises(InvalidInput, match="under way"), filler._place():
+        with filler._place(), pytest.raises(ServerBusy, match="under way"), filler._place():
             pass
         with filler._place():
             pass

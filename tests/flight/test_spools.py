@@ -10,15 +10,16 @@ import pytest
 
 import penstock
 from penstock import InvalidInput, InvalidMessage, limits
-from penstock.errors import DiskFull
-from penstock.flight import protocol
+from penstock.errors import DiskFull, ServerBusy
+from penstock.flight import client, protocol
+from penstock.flight.client import FlightStore
 from penstock.flight.protocol import Published
+from penstock.server import in_process_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.clock import ManualClock
-    from penstock.flight.client import FlightStore
     from penstock.server import FlightListener
 
 SCHEMA = pa.schema([("payload", pa.binary()), ("priority", pa.int64()), ("dedup_id", pa.string())])
@@ -88,23 +89,37 @@ def test_bad_rows_and_wrong_parts_are_refused(
     assert published(broker) == 0
 
 
+@pytest.mark.parametrize(
+    ("bound", "most", "says"),
+    [
+        ("MAX_SPOOLS", 1, "has 1 of the server's 1 spools, of which 0 are free"),
+        ("MAX_SPOOLED_PARTS", 1, "has 1 of the server's 1 parts of spools"),
+        ("MAX_SPOOLED_BYTES", 10_000, r"bytes of spools.* write less at a time, or .*'skip'"),
+    ],
+)
 def test_spools_have_bounds(
+    broker: penstock.Broker, monkeypatch: pytest.MonkeyPatch, bound: str, most: int, says: str
+) -> None:
+    monkeypatch.setattr(limits, bound, most)
+    monkeypatch.setattr(client, "BACKOFF_MS", ())
+    with in_process_server(broker) as server:
+        store = FlightStore(server.location)
+        store.spool("write", "part", [rows(100)])
+        name = "other" if bound == "MAX_SPOOLS" else "write"
+        with pytest.raises(ServerBusy, match=f"(?i){says}"):
+            store.spool(name, "more", [rows(1_000)])
+        # What was taken is given back.
+        store.drop_spool("write")
+        assert store.spool("other", "part", [rows(100)])
+
+
+def test_an_idle_spool_is_forgotten_and_the_disk_keeps_its_reserve(
     server: FlightListener,
     store: FlightStore,
     clock: ManualClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_SPOOLS", 1)
     (part,) = store.spool("write", "part", [rows(100)])
-    with pytest.raises(InvalidInput, match="1 writes are under way"):
-        store.spool("other", "part", [rows(1)])
-    monkeypatch.setattr(limits, "MAX_SPOOLED_BYTES", 10_000)
-    with pytest.raises(InvalidInput, match=r"write less at a time, or .*'skip' or 'quarantine'"):
-        store.spool("write", "more", [rows(1_000)])
-    monkeypatch.setattr(limits, "MAX_SPOOLED_PARTS", 1)
-    with pytest.raises(InvalidInput, match="1 parts with"):
-        store.spool("write", "more", [rows(1)])
-    monkeypatch.undo()
     monkeypatch.setattr(limits, "MIN_FREE_BYTES", 1 << 60)
     with pytest.raises(DiskFull, match="TMPDIR"):
         store.spool("write", "more", [rows(1)])

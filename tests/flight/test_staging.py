@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
-from penstock import InvalidInput, Message, QueueExists, limits
+from penstock import InvalidInput, LimitReached, Message, QueueExists, limits
 from penstock.filters import Matcher, parse
 from penstock.flight import protocol
 from penstock.flight.protocol import MATCHES, LogTicket
@@ -335,12 +335,12 @@ def test_stages_are_bounded_and_expire(
     monkeypatch.setattr(limits, "MAX_STAGES", 5)
     rows = pairs([(n, "q") for n in range(1, 1_001)])
     store.stage("a", rows, log=0, begin=1, end=1_001)
-    with pytest.raises(InvalidInput, match="bytes would be staged"):
+    with pytest.raises(LimitReached, match="bytes would be staged"):
         store.stage("b", rows, log=0, begin=1, end=1_001)
     store.stage("a", rows, log=0, begin=1, end=1_001)
     for n in range(4):
         store.stage(f"small{n}", [], log=0, begin=1, end=2)
-    with pytest.raises(InvalidInput, match="5 stages wait"):
+    with pytest.raises(LimitReached, match="5 stages wait"):
         store.stage("more", [], log=0, begin=1, end=2)
     clock.advance(limits.MAX_STAGE_IDLE_MS)
     store.stage("b", rows, log=0, begin=1, end=1_001)

@@ -145,22 +145,6 @@ def test_snapshots_are_their_owners(server: Server, keys: dict[str, str]) -> Non
         list(root.read(ticket))
 
 
-def test_a_key_that_holds_every_snapshot_makes_room_for_others(
-    server: Server, broker: penstock.Broker, keys: dict[str, str]
-) -> None:
-    greedy, other = (
-        FlightStore(server.location("flight"), token=keys[name]) for name in ("viewer", "root")
-    )
-    tickets = [greedy.plan_read("active").tickets[0] for _ in range(broker.max_views)]
-    with pytest.raises(InvalidInput, match="try again"):
-        greedy.plan_read("active")
-    (ticket,) = other.plan_read("active").tickets
-    list(other.read(ticket))
-    with pytest.raises(InvalidInput, match="has expired"):
-        list(greedy.read(tickets[0]))
-    assert list(greedy.read(tickets[1]))
-
-
 def test_snapshots_that_readers_share_show_a_key_its_queues(
     server: Server, keys: dict[str, str]
 ) -> None:

@@ -31,7 +31,7 @@ from penstock.addresses import (
     tls_failure,
 )
 from penstock.clock import SystemClock
-from penstock.errors import ServerUnreachable
+from penstock.errors import ServerBusy, ServerUnreachable
 from penstock.flight import protocol
 from penstock.flight.protocol import MATCHES, OFFSETS, Actions, Published, SnapshotFacts
 from penstock.store.filling import Filled
@@ -163,9 +163,10 @@ class FlightStore(Actions):
     """A store behind a Flight server, such as ``grpc://127.0.0.1:8815``.
 
     Calls that change nothing, or may be made twice, are tried again for some seconds while the
-    server can't be reached; then :class:`~penstock.errors.ServerUnreachable` says so. No call waits
-    for ever for a server that is silent: the bounds are in :mod:`penstock.limits`. Penstock's
-    errors come back with their own types.
+    server can't be reached; then :class:`~penstock.errors.ServerUnreachable` says so. Any call that
+    finds the server busy is tried again as long; then :class:`~penstock.errors.ServerBusy` says so.
+    No call waits for ever for a server that is silent: the bounds are in :mod:`penstock.limits`.
+    Penstock's errors come back with their own types.
     """
 
     def __init__(self, location: str, **access: Any) -> None:
@@ -251,7 +252,7 @@ class FlightStore(Actions):
                         yield batch
                         if "offset" in columns:
                             begin, tries = batch.column("offset")[-1].as_py() + 1, 0
-            except ServerUnreachable:
+            except (ServerBusy, ServerUnreachable):
                 tries += 1
                 if "offset" not in columns or tries > _TRIES:
                     raise
@@ -360,8 +361,12 @@ class FlightStore(Actions):
         return self._again(call, again=again)
 
     def _again(self, call: Callable[[fl.FlightClient], _T], *, again: bool = True) -> _T:
-        """Make a call; one that may be repeated, until a server answers or patience is over."""
+        """Make a call; one that may be repeated, until a server answers or patience is over.
+
+        One that finds the server busy has changed nothing, and is repeated whatever it is.
+        """
         started_ms, waits = _clock.now_ms(), iter(BACKOFF_MS if again else ())
+        pauses = iter(BACKOFF_MS)
         addresses, tries, hopeless = self.location.addresses, 0, 0
         failures: dict[Address, ServerUnreachable] = {}
         troubles: dict[Address, str] = {}
@@ -372,6 +377,11 @@ class FlightStore(Actions):
                 sent = True
                 with _translated(self._place(address)):
                     return call(client)
+            except ServerBusy:
+                if (wait_ms := next(pauses, None)) is None:
+                    raise
+                _pause(wait_ms)
+                continue
             except ServerUnreachable as error:
                 failures[address] = error
             # The next try connects anew; of several addresses, to the next.
@@ -391,8 +401,7 @@ class FlightStore(Actions):
             wait_ms = next(waits, None)
             if wait_ms is None or (late and tries > len(addresses)):
                 raise ServerUnreachable("; ".join(map(str, failures.values())))
-            with _waiting:
-                _clock.wait(_waiting, int(wait_ms * (0.75 + _clock.random() / 2)))
+            _pause(wait_ms)
 
     def _place(self, address: Address) -> str:
         return f"{self.location.partition('://')[0]}://{address}"
@@ -435,6 +444,11 @@ class FlightStore(Actions):
             headers.append((b"authorization", f"Bearer {token}".encode()))
         timeout = None if timeout_ms is None else timeout_ms / 1000
         return fl.FlightCallOptions(timeout=timeout, headers=headers)
+
+
+def _pause(wait_ms: int) -> None:
+    with _waiting:
+        _clock.wait(_waiting, int(wait_ms * (0.75 + _clock.random() / 2)))
 
 
 def _within(idle_ms: int, call: Callable[[], _T], give_up: Callable[[Future[_T]], object]) -> _T:

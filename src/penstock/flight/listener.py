@@ -14,6 +14,7 @@ from penstock.errors import InvalidInput, NotAllowed
 from penstock.flight.protocol import PROTOCOL, PROTOCOL_HEADER, describe, revive
 from penstock.flight.service import FlightService
 from penstock.server.security import ANYONE, token_of
+from penstock.server.shares import holder_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -161,6 +162,11 @@ class FlightCall(fl.ServerMiddleware):  # type: ignore[misc]
         self._guard = guard
         self._answer = answer
         self._begin = guard.clock.seconds()
+
+    @property
+    def holder(self) -> str:
+        """The holder of the shares that the call takes."""
+        return holder_of(self.principal.key_id, self.address)
 
     def sending_headers(self) -> dict[str, str]:
         """Answer a login with the token to use from then on."""

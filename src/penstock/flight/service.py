@@ -33,7 +33,6 @@ from penstock.flight.snapshots import (
     check_stretches,
     history_ends,
     history_pieces,
-    next_batch,
     of_queues,
     partition,
 )
@@ -116,11 +115,11 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         self, context: fl.ServerCallContext, descriptor: fl.FlightDescriptor
     ) -> fl.FlightInfo:
         """Take a snapshot for a command and say how to read it."""
-        principal = _principal(context)
-        with translated(principal):
+        call = _call(context)
+        with translated(call.principal):
             command = decode(descriptor.command, protocol.ReadCommand, "command")
             key = encode(command)
-            made = self._snapshot(command.table, principal, _cutting(command, principal), key)
+            made = self._snapshot(command.table, call, _cutting(command, call.principal), key)
             table = made.tables[key]
             endpoints = [
                 fl.FlightEndpoint(encode(protocol.SnapshotTicket(made.name, part, command)), [])
@@ -133,7 +132,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
     def _snapshot(
         self,
         table: str | None,
-        principal: Principal,
+        call: FlightCall,
         cut: Callable[[PinnedStore], TableParts] | None = None,
         key: bytes = b"",
     ) -> Snapshot:
@@ -144,22 +143,22 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             pinned = self._broker.view(stats=table in {"stats", None}, marks=marks)
             try:
                 tables = {} if cut is None else {key: cut(pinned)}
-                return Snapshot(pinned, principal.key_id, tables, held=table is None)
+                return Snapshot(pinned, call.principal.key_id, tables, held=table is None)
             except BaseException:
                 pinned.close()
                 raise
 
-        return self.snapshots.add(make, principal.key_id)
+        return self.snapshots.add(make, call.holder)
 
-    def _hold_snapshot(self, options: Any, principal: Principal) -> protocol.HeldSnapshot:
+    def _hold_snapshot(self, options: Any, call: FlightCall) -> protocol.HeldSnapshot:
         if options.snapshot is None:
-            held = self._snapshot(None, principal)
+            held = self._snapshot(None, call)
         else:
-            held = self._owned(self.snapshots.find(options.snapshot), principal)
+            held = self._owned(self.snapshots.find(options.snapshot), call.principal)
         return protocol.HeldSnapshot(*_facts(held), held.name)
 
-    def _drop_snapshot(self, options: Any, principal: Principal) -> bool:
-        self._owned(self.snapshots.find(options.snapshot), principal)
+    def _drop_snapshot(self, options: Any, call: FlightCall) -> bool:
+        self._owned(self.snapshots.find(options.snapshot), call.principal)
         return self.snapshots.drop(options.snapshot)
 
     @staticmethod
@@ -178,31 +177,31 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             command = decode(descriptor.command, protocol.ReadCommand, "command")
             return fl.SchemaResult(_selection(command).schema)
 
-    def _check_read(self, command: protocol.ReadCommand, principal: Principal) -> str:
-        _cutting(command, principal)
+    def _check_read(self, command: protocol.ReadCommand, call: FlightCall) -> str:
+        _cutting(command, call.principal)
         for queue in _queues(command) or ():
             self._broker.queue(queue)
         return self._run
 
     def do_get(self, context: fl.ServerCallContext, ticket: fl.Ticket) -> fl.FlightDataStream:
         """Read a part of a snapshot of the same key, or a stretch of a log."""
-        principal = _principal(context)
-        with translated(principal):
+        call = _call(context)
+        with translated(call.principal):
             wanted = decode(ticket.ticket, _TICKETS, "ticket")
             if isinstance(wanted, protocol.CopyTicket):
-                principal.check("admin")
-                self._owned(self.snapshots.find(wanted.snapshot), principal)
+                call.principal.check("admin")
+                self._owned(self.snapshots.find(wanted.snapshot), call.principal)
                 batches = self._stream(wanted.snapshot, lambda pinned: _copy(pinned, wanted))
                 return fl.GeneratorStream(COPY_SCHEMA, batches)
             if isinstance(wanted, protocol.LogTicket | protocol.HistoryTicket):
-                snapshot, table = self._numbered(wanted, principal)
+                snapshot, table = self._numbered(wanted, call)
                 batches = self._stream(
                     snapshot.name,
                     lambda pinned: read(pinned, table.parts[0], table.selection),
                     temporary=True,
                 )
                 return fl.GeneratorStream(table.selection.schema, batches)
-            snapshot, table = self._found(wanted, principal)
+            snapshot, table = self._found(wanted, call)
             queues = getattr(wanted, "queues", None)
             # There may be fewer parts than were wanted: the others have no rows.
             part = table.parts[wanted.part] if wanted.part < len(table.parts) else []
@@ -215,22 +214,22 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             return fl.GeneratorStream(table.selection.schema, batches)
 
     def _numbered(
-        self, wanted: protocol.LogTicket | protocol.HistoryTicket, principal: Principal
+        self, wanted: protocol.LogTicket | protocol.HistoryTicket, call: FlightCall
     ) -> tuple[Snapshot, TableParts]:
         """Make a snapshot for rows whose numbers the client knows."""
         cut: Callable[[PinnedStore], Iterable[Piece]]
         if isinstance(wanted, protocol.LogTicket):
-            principal.check_any(_READ)
+            call.principal.check_any(_READ)
             check_count(wanted.begin, "begin", 0, limits.MAX_OFFSET)
             check_count(wanted.end, "end", wanted.begin, limits.MAX_OFFSET)
             cut = partial(_stretch, ticket=wanted)
         else:
-            _check_queues(principal, {each.queue for each in wanted.stretches} or ["*"])
+            _check_queues(call.principal, {each.queue for each in wanted.stretches} or ["*"])
             check_stretches(wanted.stretches, wanted.of)
             cut = partial(history_pieces, stretches=wanted.stretches)
         selection = _selection(wanted)
         snapshot = self._snapshot(
-            "log", principal, lambda pinned: TableParts([[*cut(pinned)]], selection)
+            "log", call, lambda pinned: TableParts([[*cut(pinned)]], selection)
         )
         (table,) = snapshot.tables.values()
         # Read once, and of no use to anybody if its reader never comes.
@@ -238,11 +237,11 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         return snapshot, table
 
     def _found(
-        self, wanted: protocol.SnapshotTicket | protocol.ActionTicket, principal: Principal
+        self, wanted: protocol.SnapshotTicket | protocol.ActionTicket, call: FlightCall
     ) -> tuple[Snapshot, TableParts]:
         """Return a table of a snapshot that has the part that a ticket wants."""
         # The key may be allowed less than when it asked.
-        cut = _cutting(wanted.command, principal)
+        cut = _cutting(wanted.command, call.principal)
         check_count(wanted.part, "part", 0, wanted.command.partitions - 1)
         if isinstance(wanted, protocol.SnapshotTicket):
             snapshot = self.snapshots.find(wanted.snapshot)
@@ -251,13 +250,14 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             if max(len(wanted.frame), len(wanted.action)) > most:
                 raise InvalidInput(f"frame and action have at most {most} characters")
             snapshot = self.snapshots.of_action(
-                f"{principal.key_id} {wanted.frame}",
+                call.principal.key_id,
+                wanted.frame,
                 wanted.action,
                 wanted.part,
-                lambda: self._snapshot(wanted.command.table, principal),
+                lambda: self._snapshot(wanted.command.table, call),
                 sure=wanted.run == self._run or (wanted.part == 0 and not wanted.again),
             )
-        self._owned(snapshot, principal)
+        self._owned(snapshot, call.principal)
         return snapshot, self.snapshots.table(snapshot, encode(wanted.command), cut)
 
     def _stream(
@@ -269,13 +269,10 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         part: int = 0,
         temporary: bool = False,
     ) -> Iterator[pa.RecordBatch]:
-        """Read batches of a snapshot, in turn with other readers."""
+        """Read batches of a snapshot; a temporary one goes with the read."""
         with translated():
             try:
-                with self.snapshots.reading(name, table, part) as snapshot:
-                    batches = read_rows(snapshot.pinned)
-                    while (batch := next_batch(batches)) is not None:
-                        yield batch
+                yield from self.snapshots.read(name, read_rows, table, part)
             finally:
                 if temporary:
                     self.snapshots.drop(name)
@@ -290,7 +287,8 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         writer: fl.FlightMetadataWriter,
     ) -> None:
         """Publish, stage or fill in a stream of batches."""
-        principal = _principal(context)
+        call = _call(context)
+        principal = call.principal
         with translated(principal):
             command = decode(descriptor.command, PUTS, "command")
             if isinstance(command, protocol.PublishCommand):
@@ -301,7 +299,7 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
                     return
                 batch = _only_batch(reader)
                 publisher.check(batch)
-                self.spools.add(command.spool, command.part, principal.key_id, batch)
+                self.spools.add(command.spool, command.part, principal.key_id, call.holder, batch)
                 writer.write(encode({"spooled": batch.num_rows}))
                 return
             # A caller that says which messages a queue gets, whatever its filter, needs all queues.
@@ -314,14 +312,15 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             self.stages.assign(self._broker)
             writer.write(encode({"staged": stage.rows}))
 
-    def _publish_part(self, options: Any, principal: Principal) -> protocol.Published:
+    def _publish_part(self, options: Any, call: FlightCall) -> protocol.Published:
         def publish(batch: pa.RecordBatch) -> protocol.Published:
-            return Publisher(self._broker, batch.schema, principal).publish(batch)
+            return Publisher(self._broker, batch.schema, call.principal).publish(batch)
 
-        return self.spools.publish(options.spool, options.part, principal.key_id, publish)
+        owner = call.principal.key_id
+        return self.spools.publish(options.spool, options.part, owner, publish)
 
-    def _drop_spool(self, options: Any, principal: Principal) -> bool:
-        return self.spools.drop(options.spool, principal.key_id)
+    def _drop_spool(self, options: Any, call: FlightCall) -> bool:
+        return self.spools.drop(options.spool, call.principal.key_id)
 
     # --- actions -------------------------------------------------------------------------
 
@@ -350,13 +349,13 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             own = getattr(self, f"_{name}", None)
             answer: Any
             if own is not None:
-                answer = own(options, call.principal)
+                answer = own(options, call)
             else:
                 broker = self._audited(call.principal.key_id, context.peer())
                 answer = getattr(broker, name)(**msgspec.structs.asdict(options))
             return [fl.Result(encode(answer if known.field is None else {known.field: answer}))]
 
-    def _info(self, _: Any, __: Principal) -> protocol.ServerInfo:
+    def _info(self, _: Any, __: FlightCall) -> protocol.ServerInfo:
         from penstock import __version__  # noqa: PLC0415 - the package is complete by now
 
         info = self._broker.info()
@@ -364,29 +363,29 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
             __version__, info.store_id, info.design, info.routing, protocol.PROTOCOL, self._run
         )
 
-    def _history_ends(self, options: Any, principal: Principal) -> protocol.HistoryEnds:
+    def _history_ends(self, options: Any, call: FlightCall) -> protocol.HistoryEnds:
         queues = _queues(options)
-        _check_queues(principal, queues or ["*"])
+        _check_queues(call.principal, queues or ["*"])
         check_optional(options.since_ms, "since_ms", 0, limits.MAX_OFFSET)
         with self._broker.view() as pinned:
             return history_ends(pinned, queues, options.since_ms)
 
-    def _offset_at(self, options: Any, _: Principal) -> int:
+    def _offset_at(self, options: Any, _: FlightCall) -> int:
         check_count(options.time_ms, "time_ms", 0, limits.MAX_OFFSET)
         # No message is later than that.
         time_ms = min(options.time_ms, limits.MAX_DURATION_MS)
         return self._broker.offset_at(datetime.fromtimestamp(time_ms / 1000, UTC))
 
-    def _filters(self, options: Any, _: Principal) -> LiveFilters:
+    def _filters(self, options: Any, _: FlightCall) -> LiveFilters:
         return self._broker.filters_at(options.offset)
 
-    def _commit_stages(self, options: Any, _: Principal) -> list[protocol.Committed]:
+    def _commit_stages(self, options: Any, _: FlightCall) -> list[protocol.Committed]:
         return commit(self._broker, self.stages.get(options.stages), options.epoch)
 
-    def _drop_stages(self, options: Any, _: Principal) -> int:
+    def _drop_stages(self, options: Any, _: FlightCall) -> int:
         return self.stages.drop(options.stages)
 
-    def _stats(self, _: Any, __: Principal) -> protocol.Stats:
+    def _stats(self, _: Any, __: FlightCall) -> protocol.Stats:
         with self._broker.view(stats=True, marks=False) as pinned:
             return protocol.Stats(list(pinned.stats), pinned.totals, pinned.log_stats)
 
@@ -396,10 +395,6 @@ def _call(context: fl.ServerCallContext) -> FlightCall:
     # As gRPC writes it: ipv4:127.0.0.1:8080, or ipv6:%5B::1%5D:8080.
     call.address = unquote(context.peer().partition(":")[2])
     return call
-
-
-def _principal(context: fl.ServerCallContext) -> Principal:
-    return _call(context).principal
 
 
 def _only_batch(reader: fl.MetadataRecordBatchReader) -> pa.RecordBatch:

@@ -3,27 +3,27 @@
 A part is a list of pieces, a piece is a range of keys (or of offsets, or of ids). Each row of the
 table is in exactly one piece of exactly one part, so that readers may read parts side by side.
 
-A snapshot keeps deleted data on disk, so the server closes it when nobody has read it for a while.
-When there is no room for another, the server closes one that nobody reads at that moment: a
-finished one first, then one that has waited for its reader for a while, then one of the key that
-holds the most.
+A snapshot keeps deleted data on disk, so the server closes it when no client has taken a batch of
+it for a while. When there is no room for another, or its key has its share, the server closes one
+of which no batch is made at that moment: a finished one first, then one whose reader has not come
+or has stalled for a while, then one of the key that holds the most.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from penstock import limits
 from penstock.errors import InvalidInput, QueueNotFound
 from penstock.flight.protocol import HistoryEnds, QueueHistory
+from penstock.flight.tables import BATCH_BYTES
 from penstock.limits import MAX_OFFSET
 from penstock.model import State
+from penstock.server.shares import Shares
 from penstock.store.snapshot import cut_range
 from penstock.validation import check_count
 
@@ -175,23 +175,27 @@ class TableParts:
 class Snapshot:
     """A pinned store, and the tables of it that are read, by the command that asked for them.
 
-    ``owner`` is the key that it was made for, empty if there are no keys. ``held``: a client wants
-    it by its name.
+    ``owner`` is the key that it was made for, empty if there are no keys; ``holder`` has the share
+    that it takes. ``held``: a client wants it by its name. ``readers``: reads that have begun and
+    not ended; ``making``: those of which a batch is being made.
     """
 
     pinned: PinnedStore
     owner: str
     tables: dict[bytes, TableParts] = field(default_factory=dict)
     held: bool = False
+    holder: str = ""
     name: str = ""
     used_at_ms: int = 0
     readers: int = 0
+    making: int = 0
 
     @property
     def waits(self) -> bool:
-        """Whether somebody may still want to read it: it is held, or has parts that nobody read."""
+        """Whether somebody may still want to read it: it is held, or has parts not read whole."""
         tables = list(self.tables.values())
-        return self.held or not tables or any(table.unread for table in tables)
+        unread = self.held or not tables or any(table.unread for table in tables)
+        return unread or self.readers > 0
 
 
 @dataclass(eq=False)
@@ -208,61 +212,60 @@ class Snapshots:
 
     def __init__(self, clock: Clock, most: int) -> None:
         self._clock = clock
-        self._most = most
         self._lock = threading.Lock()
         self._live: dict[str, Snapshot] = {}
-        self._making = 0
+        hint = f"Try again in {limits.MIN_VIEW_IDLE_MS // 1000} seconds"
+        self._places = Shares("snapshots", most, hint=hint)
+        self._unread = Shares("bytes of batches not read yet", limits.MAX_UNREAD_BYTES, clock)
         self._closed = False
-        # Of each DataFrame the moments that it was read at, the latest last.
-        self._moments: dict[str, list[Moment]] = {}
+        # Of each DataFrame of a key the moments that it was read at, the latest last.
+        self._moments: dict[tuple[str, str], list[Moment]] = {}
+        self._remembered = Shares("DataFrames", limits.MAX_REMEMBERED_FRAMES)
         self._taken = threading.Condition()
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._live)
 
-    def add(self, make: Callable[[], Snapshot], owner: str = "") -> Snapshot:
-        """Make a snapshot for a key, if there is room for it, and give it a name."""
+    def add(self, make: Callable[[], Snapshot], holder: str = "") -> Snapshot:
+        """Make a snapshot for a holder of a share, if there is room for it, and give it a name."""
         self.expire()
         with self._lock:
-            self._make_room(owner)
-            self._making += 1
+            self._make_room(holder)
+            self._places.take(holder)
         try:
             snapshot = make()
         except BaseException:
-            with self._lock:
-                self._making -= 1
+            self._places.give(holder)
             raise
-        snapshot.name = self._clock.lease_id().hex()
+        snapshot.name, snapshot.holder = self._clock.lease_id().hex(), holder
         with self._lock:
-            self._making -= 1
             snapshot.used_at_ms = self._clock.now_ms()
             self._live[snapshot.name] = snapshot
         return snapshot
 
-    def _make_room(self, owner: str) -> None:
-        """Close a snapshot that nobody reads now, if there are as many as there may be."""
-        if len(self._live) + self._making < self._most:
-            return
-        held = Counter(snapshot.owner for snapshot in self._live.values())
-        waited_ms = self._clock.now_ms() - limits.MIN_VIEW_IDLE_MS
-        candidates = [
-            (name, (snapshot.waits, -held[snapshot.owner], snapshot.used_at_ms))
-            for name, snapshot in self._live.items()
-            if not snapshot.readers
-            and (
-                not snapshot.waits
-                or snapshot.used_at_ms <= waited_ms
-                or held[snapshot.owner] > held[owner] + 1
-            )
-        ]
-        if not candidates:
-            raise InvalidInput(
-                f"{self._most} snapshots wait for their readers or are being read, which is all "
-                f"there may be: try again in {limits.MIN_VIEW_IDLE_MS // 1000} seconds"
-            )
-        first, _ = min(candidates, key=itemgetter(1))
-        self._live.pop(first).pinned.close()
+    def _make_room(self, holder: str) -> None:
+        """Close snapshots until the holder may have one more, as far as any can make way."""
+        held, now_ms = self._places.held, self._clock.now_ms()
+        while not self._places.fits(holder):
+            candidates = [
+                (snapshot.waits, -held(snapshot.holder), snapshot.used_at_ms, at, name)
+                for at, (name, snapshot) in enumerate(self._live.items())
+                if not snapshot.making
+                and (
+                    not snapshot.waits
+                    or (held(snapshot.holder) >= held(holder) and _is_stale(snapshot, now_ms))
+                    or (held(snapshot.holder) > held(holder) + 1 and not snapshot.readers)
+                )
+            ]
+            if not candidates:
+                raise self._places.refusal(holder)
+            self._let_go(self._live.pop(min(candidates)[-1]))
+
+    def _let_go(self, snapshot: Snapshot) -> None:
+        """Close a snapshot that is out of the live ones."""
+        self._places.give(snapshot.holder)
+        snapshot.pinned.close()
 
     def find(self, name: str) -> Snapshot:
         """Return a snapshot, which does not expire for a while."""
@@ -293,27 +296,64 @@ class Snapshots:
                 known = snapshot.tables[command] = make(snapshot.pinned)
             return known
 
-    @contextmanager
-    def reading(
-        self, name: str, table: TableParts | None = None, part: int = 0
-    ) -> Iterator[Snapshot]:
-        """Use a snapshot, which does not expire; note that a part was read to its end."""
+    def read(
+        self,
+        name: str,
+        rows: Callable[[PinnedStore], Iterator[pa.RecordBatch]],
+        table: TableParts | None = None,
+        part: int = 0,
+    ) -> Iterator[pa.RecordBatch]:
+        """Read batches of a snapshot, in turn with other reads; note that a part was read whole.
+
+        A batch counts for the holder's share of memory until its client has taken it.
+        """
         with self._lock:
             snapshot = self._find(name)
             snapshot.readers += 1
+        size = BATCH_BYTES
         try:
-            yield snapshot
+            batches = rows(snapshot.pinned)
+            while True:
+                self._unread.take(snapshot.holder, size, wait_ms=limits.MAX_UNREAD_WAIT_MS)
+                try:
+                    with self._making(snapshot):
+                        batch = next_batch(batches)
+                    if batch is None:
+                        break
+                    yield batch
+                finally:
+                    self._unread.give(snapshot.holder, size)
+                # The next is likely to be as large.
+                size = max(BATCH_BYTES, batch.nbytes)
             if table is not None:
                 table.unread.discard(part)
         finally:
             with self._lock:
                 snapshot.readers -= 1
+
+    @contextmanager
+    def _making(self, snapshot: Snapshot) -> Iterator[None]:
+        """Make a batch of a snapshot, which is not closed meanwhile."""
+        with self._lock:
+            snapshot.making += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                snapshot.making -= 1
                 snapshot.used_at_ms = self._clock.now_ms()
 
     def of_action(
-        self, frame: str, action: str, part: int, make: Callable[[], Snapshot], *, sure: bool
+        self,
+        owner: str,
+        frame: str,
+        action: str,
+        part: int,
+        make: Callable[[], Snapshot],
+        *,
+        sure: bool,
     ) -> Snapshot:
-        """Return the snapshot of an action of a DataFrame; its first reader has it made.
+        """Return the snapshot of an action of a key's DataFrame; its first reader has it made.
 
         Every part of an action is read from one snapshot, and the next action has its own. But an
         action may also read only the parts that a cached DataFrame has not kept from an earlier
@@ -324,7 +364,7 @@ class Snapshots:
         this one, or is a second try there: only the first part's first reader begins anew.
         """
         with self._taken:
-            moments = self._moments.setdefault(frame, [])
+            moments = self._remember(owner, frame)
             begin_ms = self._clock.now_ms()
             while not any(action in each.actions for each in moments):
                 earlier = next((each for each in moments[::-1] if part not in each.parts), None)
@@ -349,11 +389,18 @@ class Snapshots:
             moment = next(each for each in moments if action in each.actions)
             snapshot = self.find(moment.snapshot)
             moment.parts.add(part)
-            # The DataFrames that were read last are remembered.
-            self._moments[frame] = self._moments.pop(frame)
-            while len(self._moments) > limits.MAX_REMEMBERED_FRAMES:
-                del self._moments[next(iter(self._moments))]
         return snapshot
+
+    def _remember(self, owner: str, frame: str) -> list[Moment]:
+        """Return the moments of a DataFrame; those that a key has read last are remembered."""
+        moments = self._moments.pop((owner, frame), None)
+        if moments is None:
+            while (leaves := self._remembered.who_makes_way(owner)) is not None:
+                del self._moments[next(key for key in self._moments if key[0] == leaves)]
+                self._remembered.give(leaves)
+            self._remembered.take(owner)
+        self._moments[owner, frame] = moments = moments or []
+        return moments
 
     def drop(self, name: str) -> bool:
         """Close a snapshot; return whether it was there."""
@@ -363,7 +410,7 @@ class Snapshots:
         """Close snapshots that nobody has used for a while; return how many."""
         before_ms = self._clock.now_ms() - limits.MAX_VIEW_IDLE_MS
         return self._close(
-            lambda snapshot: not snapshot.readers and snapshot.used_at_ms <= before_ms
+            lambda snapshot: not snapshot.making and snapshot.used_at_ms <= before_ms
         )
 
     def close(self) -> None:
@@ -379,8 +426,14 @@ class Snapshots:
             for snapshot in gone:
                 del self._live[snapshot.name]
         for snapshot in gone:
-            snapshot.pinned.close()
+            self._let_go(snapshot)
         return len(gone)
+
+
+def _is_stale(snapshot: Snapshot, now_ms: int) -> bool:
+    """Whether a snapshot has waited long enough for its reader that it may make way."""
+    idle_ms = limits.MAX_READ_STALL_MS if snapshot.readers else limits.MIN_VIEW_IDLE_MS
+    return snapshot.used_at_ms <= now_ms - idle_ms
 
 
 # --- history by sequence number -------------------------------------------------------------------

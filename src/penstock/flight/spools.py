@@ -22,6 +22,7 @@ import pyarrow as pa
 from penstock import limits
 from penstock.errors import DiskFull, InvalidInput, NotAllowed
 from penstock.flight.protocol import Published
+from penstock.server.shares import Shares
 from penstock.validation import check_text
 
 if TYPE_CHECKING:
@@ -39,13 +40,19 @@ class _Part(msgspec.Struct):
 
 
 class _Spool:
-    """The parts of one write, in one file. Its lock is held while the file is used."""
+    """The parts of one write, in one file. Its lock is held while the file is used.
 
-    def __init__(self, owner: str, file: IO[bytes]) -> None:
+    ``holder`` has the shares that it takes: the owner, or a host where there are no keys.
+    """
+
+    def __init__(self, owner: str, holder: str, file: IO[bytes]) -> None:
         self.owner: Final = owner
+        self.holder: Final = holder
         self.file: Final = file
         self.lock: Final = threading.Lock()
         self.parts: Final[dict[str, _Part]] = {}
+        # Of all parts that were sent, replaced ones included.
+        self.sent = 0
         self.bytes = 0
         self.used_at_ms = 0
 
@@ -57,8 +64,12 @@ class Spools:
         self._clock = clock
         self._lock = threading.Lock()
         self._spools: dict[str, _Spool] = {}
+        self._places = Shares("spools", limits.MAX_SPOOLS)
+        self._parts = Shares("parts of spools", limits.MAX_SPOOLED_PARTS)
+        hint = "Write less at a time, or publish without a spool (in Spark: onBadRow 'skip')"
+        self._bytes = Shares("bytes of spools", limits.MAX_SPOOLED_BYTES, hint=hint)
 
-    def add(self, name: str, part: str, owner: str, batch: pa.RecordBatch) -> None:
+    def add(self, name: str, part: str, owner: str, holder: str, batch: pa.RecordBatch) -> None:
         """Keep a part of a spool, which is made if it is not there; it replaces one of its name."""
         check_text(name, "spool", limits.MAX_STAGE_NAME_BYTES)
         check_text(part, "part", limits.MAX_STAGE_NAME_BYTES)
@@ -67,14 +78,14 @@ class Spools:
             writer.write_batch(batch)
         content = sink.getvalue()
         self.expire()
-        with self._using(name, owner, make=True) as spool:
-            self._check_room(part, content.size)
+        with self._using(name, owner, make_for=holder) as spool:
+            begin = spool.bytes
+            self._take_room(spool, part, content.size)
             try:
-                _write(spool.file, spool.bytes, content)
+                _write(spool.file, begin, content)
             except OSError as error:
                 raise DiskFull(f"a spool can't be written: {error.strerror}") from None
-            spool.parts[part] = _Part(spool.bytes, content.size)
-            spool.bytes += content.size
+            spool.parts[part] = _Part(begin, content.size)
 
     def publish(
         self, name: str, part: str, owner: str, publish: Callable[[pa.RecordBatch], Published]
@@ -98,7 +109,7 @@ class Spools:
                 return False
             _check_owner(spool, owner)
             del self._spools[name]
-        _close(spool)
+        self._close(spool)
         return True
 
     def expire(self) -> None:
@@ -108,29 +119,36 @@ class Spools:
             idle = [n for n, spool in self._spools.items() if spool.used_at_ms <= before_ms]
             gone = [self._spools.pop(name) for name in idle]
         for spool in gone:
-            _close(spool)
+            self._close(spool)
 
     def close(self) -> None:
         """Forget all spools."""
         with self._lock:
             gone, self._spools = list(self._spools.values()), {}
         for spool in gone:
-            _close(spool)
+            self._close(spool)
+
+    def _close(self, spool: _Spool) -> None:
+        with spool.lock:
+            spool.file.close()
+        self._places.give(spool.holder)
+        self._parts.give(spool.holder, spool.sent)
+        self._bytes.give(spool.holder, spool.bytes)
 
     @contextmanager
-    def _using(self, name: str, owner: str, *, make: bool = False) -> Iterator[_Spool]:
-        """Hold a spool of this key."""
+    def _using(self, name: str, owner: str, *, make_for: str | None = None) -> Iterator[_Spool]:
+        """Hold a spool of this key; one that is not there is made for the holder of a share."""
         with self._lock:
             spool = self._spools.get(name)
-            if spool is None and make:
-                if len(self._spools) >= limits.MAX_SPOOLS:
-                    raise InvalidInput(
-                        f"{limits.MAX_SPOOLS} writes are under way, which is all there may be: try "
-                        "again when one has ended"
-                    )
-                # Without a name: the file is gone when the process is, however it ends.
-                file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - drop() closes it
-                spool = self._spools[name] = _Spool(owner, file)
+            if spool is None and make_for is not None:
+                self._places.take(make_for)
+                try:
+                    # Without a name: the file is gone when the process is, however it ends.
+                    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - _close() closes it
+                except OSError as error:
+                    self._places.give(make_for)
+                    raise DiskFull(f"a spool can't be made: {error.strerror}") from None
+                spool = self._spools[name] = _Spool(owner, make_for, file)
             if spool is None:
                 raise _not_here(f"spool {name!r:.100}")
             _check_owner(spool, owner)
@@ -141,21 +159,17 @@ class Spools:
             yield spool
             spool.used_at_ms = self._clock.now_ms()
 
-    def _check_room(self, part: str, size: int) -> None:
-        with self._lock:
-            spools = list(self._spools.values())
-        total, parts = (sum(each.bytes for each in spools), sum(len(each.parts) for each in spools))
-        if total + size > limits.MAX_SPOOLED_BYTES or parts >= limits.MAX_SPOOLED_PARTS:
-            raise InvalidInput(
-                f"{parts} parts with {total} bytes wait for the end of their writes; at most "
-                f"{limits.MAX_SPOOLED_PARTS} and {limits.MAX_SPOOLED_BYTES}: write less at a time, "
-                "or publish without a spool (in Spark: onBadRow 'skip' or 'quarantine')"
-            )
+    def _take_room(self, spool: _Spool, part: str, size: int) -> None:
+        """Take room for a part, which the spool keeps until it is closed."""
         if shutil.disk_usage(tempfile.gettempdir()).free - size < limits.MIN_FREE_BYTES:
             raise DiskFull(
                 f"no space left to keep part {part!r:.100} in {tempfile.gettempdir()} of the "
                 "server; TMPDIR names another directory"
             )
+        self._parts.take(spool.holder)
+        spool.sent += 1
+        self._bytes.take(spool.holder, size)
+        spool.bytes += size
 
 
 def _write(file: IO[bytes], begin: int, content: pa.Buffer) -> None:
@@ -168,11 +182,6 @@ def _write(file: IO[bytes], begin: int, content: pa.Buffer) -> None:
 def _check_owner(spool: _Spool, owner: str) -> None:
     if spool.owner != owner:
         raise NotAllowed(f"key {owner!r} did not make this spool")
-
-
-def _close(spool: _Spool) -> None:
-    with spool.lock:
-        spool.file.close()
 
 
 def _not_here(label: str) -> InvalidInput:

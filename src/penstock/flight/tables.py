@@ -6,6 +6,7 @@ attributes of a message stay packed if no column and no filter needs them.
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 from itertools import accumulate, chain, islice
 from operator import attrgetter
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from penstock.store.snapshot import LiveRow, PinnedStore
 
 BATCH_ROWS: Final = 32_768
-# Rows that are decoded at a time. Such a call holds the interpreter, so that publishers of this
-# process wait for it; batches are joined of several.
+# Rows that are decoded at a time, while publishers of this process wait; batches are joined.
 SLICE_ROWS: Final = 1_024
 # Batches with payloads end sooner: their memory must not depend on the size of payloads.
 BATCH_BYTES: Final = 4 << 20
@@ -273,7 +273,7 @@ def read(pinned: PinnedStore, part: Part, selection: Selection) -> Iterator[pa.R
         small.append(batch)
         # Of whole buffers, which is many times as fast to ask for as the bytes that rows use.
         rows, size = rows + batch.num_rows, size + batch.get_total_buffer_size()
-        if rows >= BATCH_ROWS // 2 or size >= BATCH_BYTES:
+        if rows >= BATCH_ROWS // 2 or size >= BATCH_BYTES // 2:
             yield pa.concat_batches(small) if len(small) > 1 else batch
             small, rows, size = [], 0, 0
     if small:
@@ -294,6 +294,15 @@ def _judged_batches(
         kept = batch.take(selection.where.kept(batch)).select(selection.schema.names)
         if kept.num_rows:
             yield kept
+
+
+def _payload_column(payloads: Sequence[Any]) -> pa.Array:
+    """Make a column of payloads; Arrow would take twice their memory, and keep what it has left."""
+    if None in payloads:
+        return pa.array(payloads, pa.binary())
+    offsets = array("i", accumulate(map(len, payloads), initial=0))
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(payloads))]
+    return pa.Array.from_buffers(pa.binary(), len(payloads), buffers)
 
 
 _Rows = list[tuple[Any, ...]]
@@ -361,7 +370,7 @@ def _record_batch(
     made = _metadata_columns(selection, decoded)
     if selection.wants("payload"):
         payloads = pinned.payloads([row[0] for row in rows])
-        made["payload"] = pa.array(payloads, pa.binary())
+        made["payload"] = _payload_column(payloads)
     for name, place in _PLACES[selection.table][1].items():
         if selection.wants(name):
             made[name] = _column(selection, name, [row[place] for row in rows])
@@ -479,10 +488,9 @@ def _payload_batch(
     made["message_id"] = pa.array([row[0] for row in rows], pa.int64())
     payloads = selection.wants("payload")
     if selection.wants("size"):
-        sizes = [len(row[1]) if payloads else row[1] for row in rows]
-        made["size"] = pa.array(sizes, pa.int64())
+        made["size"] = pa.array([len(row[1]) if payloads else row[1] for row in rows], pa.int64())
     if payloads:
-        made["payload"] = pa.array([row[1] for row in rows], pa.binary())
+        made["payload"] = _payload_column([row[1] for row in rows])
     yield _batch(selection, made)
 
 

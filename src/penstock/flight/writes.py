@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock import limits
-from penstock.errors import InvalidInput, InvalidMessage, LimitReached, PenstockError
+from penstock.errors import InvalidInput, InvalidMessage, LimitReached, PenstockError, ServerBusy
 from penstock.flight.protocol import ARCHIVED, MATCHES, OFFSETS, Committed, Published
 from penstock.model import AssignStatus, Cursor, LogRecord, Message, Value
 from penstock.server.security import check_publish
@@ -284,7 +284,7 @@ class Filler:
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
         if not self._room.acquire(timeout=limits.MAX_CALL_MS / 1000):
-            raise InvalidInput(
+            raise ServerBusy(
                 f"{limits.MAX_RESTORES} fills are under way, which is all there may be: try again "
                 "when one has ended"
             )
@@ -411,10 +411,10 @@ class Stages:
                 del self._staged[key]
             others = [each for key, each in self._staged.items() if key != name]
             if len(others) >= limits.MAX_STAGES:
-                raise InvalidInput(f"{len(others)} stages wait to be committed, which is too many")
+                raise LimitReached(f"{len(others)} stages wait to be committed, which is too many")
             total = sum(each.bytes for each in others) + stage.bytes
             if total > limits.MAX_STAGED_BYTES:
-                raise InvalidInput(
+                raise LimitReached(
                     f"{total} bytes would be staged; at most {limits.MAX_STAGED_BYTES}: commit or "
                     "drop stages first, or route less at a time"
                 )

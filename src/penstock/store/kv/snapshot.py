@@ -224,7 +224,8 @@ class Pinned(AbstractContextManager["Pinned"]):
     def payload_rows(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Read every kept payload (message id, payload) of ids in [begin, end)."""
         first, last = opendata.payload_key(begin), opendata.payload_key(end)
-        for key, payload in pages_of(self._payloads, first, last):
+        # Sixteen at once may be 256 MB, which each reader that is slow would keep.
+        for key, payload in pages_of(self._payloads, first, last, page=1):
             yield int.from_bytes(key[2:], "big"), payload
 
     def payload_sizes(self, begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -122,9 +122,10 @@ class FirstKeys(dict[bytes, bytes]):
                 yield key
 
 
-def pages_of(table: Table, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Read every pair of [begin, end) in pages of about the same number of bytes."""
-    page = 16
+def pages_of(
+    table: Table, begin: bytes, end: bytes, page: int = 16
+) -> Iterator[tuple[bytes, bytes]]:
+    """Read every pair of [begin, end) in pages of about as many bytes; the first has ``page``."""
     while rows := table.scan(begin, end, page):
         yield from rows
         if len(rows) < page:

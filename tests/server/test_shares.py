@@ -1,0 +1,249 @@
+"""One key takes as much as it can get of what all share, and another goes on: every such bound."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from tests.waiting import wait_until
+
+import penstock
+from penstock import InvalidInput, ManualClock, Message, ServerBusy, limits
+from penstock.flight import client, tables
+from penstock.flight.client import FlightStore
+from penstock.flight.snapshots import Snapshot, Snapshots, TableParts, partition
+from penstock.server import running
+from penstock.server.shares import Shares, Turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def broker() -> Iterator[penstock.Broker]:
+    with penstock.open("memory:") as opened:
+        for name in ("orders", "mail"):
+            opened.create_queue(name)
+        yield opened
+
+
+@pytest.fixture
+def start(
+    broker: penstock.Broker, keys: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Serve with keys; what is refused is not tried again."""
+    assert keys
+    monkeypatch.setattr(client, "BACKOFF_MS", ())
+    return lambda **settings: running(broker, keys=tmp_path / "keys.toml", **settings)
+
+
+def grab(act: Callable[[], Any], match: str, most: int = 200) -> int:
+    """Act until it is refused; return how often it was let in."""
+    done = 0
+
+    def act_on() -> None:
+        nonlocal done
+        for _ in range(most):
+            act()
+            done += 1
+
+    with pytest.raises(ServerBusy, match=match):
+        act_on()
+    return done
+
+
+# --- shares and turns -----------------------------------------------------------------------------
+
+
+def test_each_has_half_of_what_the_others_leave() -> None:
+    shares = Shares("places", 64)
+    taken = {}
+    for holder in "abcdefgh":
+        taken[holder] = grab(partial(shares.take, holder), f"{holder} has")
+    assert list(taken.values()) == [32, 16, 8, 4, 2, 1, 1, 0]
+    with pytest.raises(ServerBusy, match="h has 0 of the server's 64 places, of which 0 are free"):
+        shares.take("h")
+    # As one leaves, the next comes in; and those that have much get no more.
+    shares.give("a", 8)
+    shares.take("h", 4)
+    with pytest.raises(ServerBusy, match=r"b has 16 of .* 4 are free"):
+        shares.take("b")
+    for holder in taken:
+        shares.give(holder, shares.held(holder))
+    assert shares.total == 0
+    assert Shares("places", 1).fits("a")
+
+
+def test_one_that_does_not_fit_may_wait() -> None:
+    clock = ManualClock()
+    shares = Shares("places", 2, clock)
+    shares.take("a")
+    with pytest.raises(ServerBusy):
+        shares.take("a")
+    got = threading.Event()
+
+    def take() -> None:
+        shares.take("a", wait_ms=1_000)
+        got.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    shares.give("a")
+    assert got.wait(60)
+    thread.join()
+
+
+def test_of_what_is_remembered_the_holders_own_makes_way() -> None:
+    shares = Shares("sessions", 4)
+    for holder in "aab":
+        shares.take(holder)
+    assert [shares.who_makes_way(each) for each in "abc"] == ["a", "b", None]
+    shares.take("c")
+    assert [shares.who_makes_way(each) for each in "abcd"] == ["a", "b", "c", "a"]
+
+
+def test_jobs_of_several_holders_take_turns() -> None:
+    turns = Turns(4, "test")
+    begun: list[str] = []
+    go = threading.Semaphore(0)
+
+    def work(name: str) -> None:
+        begun.append(name)
+        assert go.acquire(timeout=60)
+
+    jobs = [turns.submit("hog", lambda: work("hog")) for _ in range(100)]
+    # It has half of the threads, however many jobs it has.
+    wait_until(lambda: len(begun) == 2)
+    others = [turns.submit("other", lambda: work("other")) for _ in range(3)]
+    wait_until(lambda: len(begun) == 3)
+    assert jobs[-1].cancel()
+    for _ in range(101):
+        go.release()
+    others[-1].result(60)
+    # One in turn, on half of the threads each at the most.
+    assert begun[:3] == ["hog", "hog", "other"]
+    assert begun.index("other", begun.index("other", 3) + 1) <= 10
+    go.release()
+    turns.shutdown()
+    assert (len(begun), jobs[0].result(), jobs[-1].cancelled()) == (102, None, True)
+
+
+# --- Flight ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stores(start: Callable[..., Any], keys: dict[str, str]) -> Iterator[dict[str, FlightStore]]:
+    with start(flight="127.0.0.1:0") as server:
+        url = server.location("flight")
+        yield {name: FlightStore(url, token=token) for name, token in keys.items()}
+
+
+def test_snapshots(broker: penstock.Broker, stores: dict[str, FlightStore]) -> None:
+    half = broker.max_views // 2
+    greedy, other = stores["viewer"], stores["root"]
+    assert grab(lambda: greedy.plan_read("active"), "key 'viewer' has 32") == half
+    # Others have room, and what they have and want is not taken from them.
+    tickets = other.plan_read("active").tickets
+    with pytest.raises(ServerBusy):
+        greedy.plan_read("active")
+    assert list(other.read(tickets[0])) == []
+
+
+def test_spools(stores: dict[str, FlightStore]) -> None:
+    row = pa.record_batch({"payload": [b"p"], "queue": ["orders"]})
+    numbers = iter(range(1_000))
+
+    def spool(name: str) -> None:
+        stores[name].spool(f"{name}-{next(numbers)}", "part", [row])
+
+    assert grab(lambda: spool("sender"), "key 'sender' has 32 of the server's 64 spools") == 32
+    spool("root")
+
+
+@pytest.fixture
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Snapshots, ManualClock, Any]]:
+    """Snapshots of four places, of a store with three batches of payloads, and a reader of one."""
+    monkeypatch.setattr(limits, "MAX_UNREAD_BYTES", 16 * tables.BATCH_BYTES)
+    clock = ManualClock()
+    selection = tables.select("messages", payload=True, columns=None, filter_text=None, where=None)
+    with penstock.open("memory:") as broker:
+        broker.publish(Message(b"x" * 3_000_000) for _ in range(5))
+        snapshots = Snapshots(clock, 4)
+
+        def begin(holder: str) -> Iterator[pa.RecordBatch]:
+            pinned = broker.view()
+            parts = TableParts(partition(pinned, "messages", 1), selection)
+            made = snapshots.add(lambda: Snapshot(pinned, holder, {b"": parts}), holder)
+            reading = snapshots.read(
+                made.name, lambda pinned: tables.read(pinned, parts.parts[0], selection), parts
+            )
+            next(reading)
+            clock.advance(1)
+            return reading
+
+        yield snapshots, clock, begin
+        snapshots.close()
+
+
+def test_reads_that_have_stalled(snapshots: tuple[Snapshots, ManualClock, Any]) -> None:
+    known, clock, begin = snapshots
+    stalled = [begin("hog") for _ in range(2)]
+    with pytest.raises(ServerBusy, match="hog has 2 of the server's 4 snapshots"):
+        begin("hog")
+    honest = begin("other")
+    clock.advance(limits.MAX_READ_STALL_MS)
+    # The hog's own read makes way for it, not that of the other, though that is as slow.
+    stalled.append(begin("hog"))
+    assert len(known) == 3
+    with pytest.raises(InvalidInput, match="closed while it was being read"):
+        list(stalled[0])
+    assert len(list(honest)) == 2
+    assert len(list(stalled[1])) == 2
+    clock.advance(limits.MAX_VIEW_IDLE_MS)
+    known.expire()
+    assert len(known) == 0
+    with pytest.raises(InvalidInput, match="closed while it was being read"):
+        list(stalled[2])
+
+
+def test_batches_that_are_not_read(snapshots: tuple[Snapshots, ManualClock, Any]) -> None:
+    known, _, begin = snapshots
+    known._unread.take("hog", 8 * tables.BATCH_BYTES)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(limits, "MAX_UNREAD_WAIT_MS", 0)
+        with pytest.raises(ServerBusy, match="hog has 33554432 of the server's 67108864 bytes"):
+            begin("hog")
+    assert len(list(begin("other"))) == 2
+    # Those that are read give their place to others, as do those whose client goes.
+    known._unread.give("hog", tables.BATCH_BYTES)
+    reading = begin("hog")
+    assert known._unread.held("hog") == 8 * tables.BATCH_BYTES
+    reading.close()
+    assert known._unread.held("hog") == 7 * tables.BATCH_BYTES
+
+
+def test_dataframes_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_REMEMBERED_FRAMES", 4)
+    with penstock.open("memory:") as broker:
+        known = Snapshots(ManualClock(), 64)
+
+        def act(owner: str, frame: str) -> Snapshot:
+            return known.of_action(
+                owner,
+                frame,
+                "1",
+                0,
+                lambda: known.add(lambda: Snapshot(broker.view(), owner), owner),
+                sure=True,
+            )
+
+        first = act("honest", "frame")
+        for number in range(20):
+            act("hog", f"frame-{number}")
+        # The same action has the snapshot that it had.
+        assert act("honest", "frame") is first
+        known.close()
