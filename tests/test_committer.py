@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -115,8 +117,14 @@ class RefusedSync:
     def __getattr__(self, name: str) -> object:
         return getattr(self._database, name)
 
-    def flush_wal(self, _: bool) -> None:
-        raise Exception("IO error: While fdatasync: Input/output error")  # noqa: TRY002
+    @property
+    def flush_wal(self) -> object:
+        """Something that raises as the binding does: without a frame of Python."""
+        loop = asyncio.new_event_loop()
+        loop.close()
+        refusal: asyncio.Future[None] = asyncio.Future(loop=loop)
+        refusal.set_exception(Exception("IO error: While fdatasync: Input/output error"))
+        return partial(next, iter(refusal))
 
 
 def refuse_syncs(broker: Broker) -> None:

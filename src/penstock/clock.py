@@ -11,8 +11,14 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable
+
+
+class Waitable(Protocol):
+    """A held ``threading.Condition``, or a :class:`~penstock.waiter.Waiter`."""
+
+    def wait(self, timeout: float | None = None, /) -> object:
+        """Wait until woken, or for so many seconds."""
 
 
 class Clock(Protocol):
@@ -24,8 +30,8 @@ class Clock(Protocol):
     def seconds(self) -> float:
         """Return a reading to measure with: only the difference of two means something."""
 
-    def wait(self, condition: threading.Condition, timeout_ms: int | None) -> None:
-        """Wait on a held condition until notified or until ``timeout_ms`` of this clock passed."""
+    def wait(self, condition: Waitable, timeout_ms: int | None) -> None:
+        """Wait on a condition until woken or until ``timeout_ms`` of this clock passed."""
 
     def random(self) -> float:
         """Return a number in [0, 1), for jitter."""
@@ -61,8 +67,8 @@ class SystemClock:
         """Milliseconds since the epoch."""
         return time.time_ns() // 1_000_000
 
-    def wait(self, condition: threading.Condition, timeout_ms: int | None) -> None:
-        """Wait until notified or until the timeout; both may come early, callers look again."""
+    def wait(self, condition: Waitable, timeout_ms: int | None) -> None:
+        """Wait until woken or until the timeout; both may come early, callers look again."""
         condition.wait(None if timeout_ms is None else timeout_ms / 1000)
 
     def random(self) -> float:
@@ -120,8 +126,8 @@ class ManualClock:
         self._now_ms += ms
         return self._now_ms
 
-    def wait(self, condition: threading.Condition, timeout_ms: int | None) -> None:
-        """Wait until notified, or for a moment of real time: the clock may have been moved."""
+    def wait(self, condition: Waitable, timeout_ms: int | None) -> None:
+        """Wait until woken, or for a moment of real time: the clock may have been moved."""
         if timeout_ms is None or timeout_ms > 0:
             condition.wait(0.01)
 

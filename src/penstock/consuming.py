@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 from penstock import limits
 from penstock.model import Delivery, Outcome, OutcomeStatus
 from penstock.validation import check_optional, cut_text
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -78,9 +78,9 @@ class Settlement:
     def result(self) -> Outcome:
         """Wait for the outcome, and return it or raise its error."""
         if self._answer is None:
-            event = threading.Event()
-            self._wait(event.set)
-            event.wait()
+            waiter = Waiter()
+            self._wait(waiter.wake)
+            waiter.wait()
         return self._get()
 
     def __await__(self) -> Generator[Any, None, Outcome]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
+    from penstock.clock import Waitable
+
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.xdist_group("spark")]
 
 SECONDS = 300
@@ -363,7 +365,7 @@ def test_a_read_that_falls_silent_half_way(
 class Leap(penstock.ManualClock):
     """Does not wait: it is later at once."""
 
-    def wait(self, condition: threading.Condition, timeout_ms: int | None) -> None:
+    def wait(self, condition: Waitable, timeout_ms: int | None) -> None:
         self.advance(timeout_ms or 0)
 
 

@@ -19,6 +19,7 @@ from penstock.broker.durability import start_thread
 from penstock.consuming import Consumer, HeldDelivery, How, Settlement, Settlements
 from penstock.errors import PenstockError
 from penstock.validation import check_count, check_optional
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,29 +44,40 @@ class Settler:
         self._broker = broker
         self._clock = clock
         self.settlements = Settlements(on_refused)
-        self._changed = threading.Condition()
-        self._hurried = self._closed = self._busy = False
+        self._lock = threading.Lock()
+        # The thread waits here: asleep until there is work, or for others to settle as well.
+        self._work = Waiter()
+        self._asleep = self._hurried = self._closed = False
         self._thread: threading.Thread | None = None
+        # Those who wait until everything is settled.
+        self._flushing: deque[Waiter] = deque()
         # Messages of a consumer that has ended, which nobody has begun.
         self._untaken: deque[HeldDelivery] = deque()
 
     def settle(self, delivery: HeldDelivery, how: How) -> Settlement:
         """Settle a message soon."""
         settlement = Settlement(delivery.receipt, self.hurry)
-        with self._changed:
-            first = not len(self.settlements)
+        failure = self._broker.failure
+        if failure is not None:
+            self.settlements.finish([settlement], None, failure)
+            return settlement
+        with self._lock:
             self.settlements.add(settlement, how)
-            if self._thread is None:
-                self.start()
-            elif first:
-                self._changed.notify_all()
+        self.start()
+        if self._asleep:
+            self._work.wake()
         return settlement
 
     def start(self) -> None:
         """Start the thread, if it does not run."""
-        with self._changed:
-            if self._thread is None:
-                self._thread = start_thread("penstock-consumer", self._run)
+        if self._thread is None:
+            start_thread("penstock-consumer", self._run)
+
+    @property
+    def _is_orphan(self) -> bool:
+        """Whether this is a fork, which has no thread that would answer."""
+        thread = self._thread
+        return self._broker.failure is not None and not (thread is None or thread.is_alive())
 
     def extend(self, delivery: HeldDelivery, lease_ms: int) -> Settlement:
         """Extend the lease of a message now."""
@@ -81,49 +93,60 @@ class Settler:
 
     def hurry(self) -> None:
         """Settle now: somebody waits."""
-        with self._changed:
-            self._hurried = True
-            self._changed.notify_all()
+        if self._is_orphan:
+            assert self._broker.failure is not None
+            raise self._broker.failure
+        self.start()
+        self._hurried = True
+        self._work.wake()
 
     def flush(self) -> list[Outcome]:
         """Wait until everything is settled; return the refusals since the last time."""
-        self.hurry()
-        with self._changed:
-            while self._thread is not None and (self._busy or self._has_work):
-                if self._thread is threading.current_thread():
-                    break
-                self._clock.wait(self._changed, None)
+        waiter = Waiter()
+        mine = self._thread is threading.current_thread()
+        if not mine and not self._is_orphan and (self._has_work or self._thread is not None):
+            self._flushing.append(waiter)
+            self.hurry()
+            waiter.wait()
         return self.settlements.take_refused()
 
     def close(self, ready: deque[HeldDelivery]) -> None:
         """End the thread after what is gathered; it gives back what was not taken.
 
-        It waits for nothing, calls no broker and starts no thread: the garbage collector may call
-        it, on a thread that holds the locks of those.
+        It takes no lock, calls no broker and starts no thread: the garbage collector may call it,
+        on a thread that holds the locks of those.
         """
-        with self._changed:
-            self._closed = True
-            self._untaken = ready
-            self._changed.notify_all()
+        self._untaken = ready
+        self._closed = True
+        self._work.wake()
 
     @property
     def _has_work(self) -> bool:
         return bool(len(self.settlements) or self._untaken)
 
     def _run(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                # Another one was started as well.
+                return
+            self._thread = threading.current_thread()
         while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                while not self._has_work:
+            self._asleep = True
+            with self._lock:
+                if not self._has_work:
+                    self._hurried = False
+                    while self._flushing:
+                        self._flushing.popleft().wake()
                     if self._closed:
                         self._thread = None
                         return
-                    self._hurried = False
-                    self._clock.wait(self._changed, None)
-                if not (self._hurried or self._closed):
-                    self._clock.wait(self._changed, LINGER_MS)
-                self._hurried, self._busy = False, True
+            if not self._has_work:
+                self._clock.wait(self._work, None)
+                continue
+            self._asleep = False
+            if not (self._hurried or self._closed):
+                self._clock.wait(self._work, LINGER_MS)
+            self._hurried = False
             for how, batch in self.settlements.take():
                 outcomes, error = None, None
                 try:
@@ -170,7 +193,7 @@ class BrokerConsumer(Consumer):
         self._ready: deque[HeldDelivery] = deque()
         self._left_ms = 0
         self._batch = min(self._most, FIRST_BATCH)
-        self._closed = threading.Event()
+        self._closed = False
         # Held by the thread that claims.
         self._claiming = threading.Lock()
         self._end = weakref.finalize(self, settler.close, self._ready)
@@ -195,11 +218,12 @@ class BrokerConsumer(Consumer):
 
     def _claim(self, until_ms: int | None) -> None:
         """Claim the next batch, and twice as many as the last time; end when it is too late."""
+        # Before the lock: in a fork, a thread that is not there may have it.
+        self._check()
         with self._claiming:
             if self._ready:
                 return
-            if self._closed.is_set():
-                raise StopIteration
+            self._check()
             if len(self.settler.settlements) > limits.MAX_UNSETTLED:
                 self.settler.flush()
             # In short waits, so that close() ends it.
@@ -213,10 +237,18 @@ class BrokerConsumer(Consumer):
                 self._keep(claimed)
             elif until_ms is not None and self.settler.now_ms() >= until_ms:
                 raise StopIteration
-            if self._closed.is_set():
+            if self._closed:
                 # Another thread has closed it meanwhile.
                 give_back(self._broker, self._ready)
                 raise StopIteration
+
+    def _check(self) -> None:
+        """Raise if no more messages will come."""
+        if self._closed:
+            raise StopIteration
+        failure = self._broker.failure
+        if failure is not None:
+            raise failure
 
     def _keep(self, claimed: list[Delivery]) -> None:
         self.settler.start()
@@ -235,7 +267,7 @@ class BrokerConsumer(Consumer):
 
     def close(self) -> None:
         """End it: messages that were not taken are given back."""
-        self._closed.set()
+        self._closed = True
         if self._broker.failure is None:
             self.settler.flush()
             give_back(self._broker, self._ready)

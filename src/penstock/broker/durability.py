@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Final, NamedTuple, TypeAlias
 
 from penstock.errors import BrokerClosed, PenstockError, StorageFailed, StoreFenced
 from penstock.histogram import Histogram
+from penstock.waiter import Waiter
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +62,9 @@ class Committer:
         self._committed = committed
         self._seconds = seconds
         self._relaxed = relaxed
-        lock = threading.Lock()
-        self._condition = threading.Condition(lock)
-        # The committer waits here, apart from the callers that wait for it.
-        self._work = threading.Condition(lock)
+        self._lock = threading.Lock()
+        # The committer waits here for what callers want.
+        self._work = Waiter()
         self._wanted = 0
         # Commits up to here are durable, but for those in between the numbers of a failure.
         self._settled = 0
@@ -84,11 +86,9 @@ class Committer:
         """Return when commit ``number`` is durable (at once if durability is relaxed)."""
         if self._relaxed or (number <= self._settled and not self._failures):
             return
-        with self._condition:
-            self._want(number)
-            while number > self._settled and not self._ended:
-                self._condition.wait()
-            failure = self._failure_of(number)
+        answer: SimpleQueue[PenstockError | None] = SimpleQueue()
+        self.tell(number, answer.put)
+        failure = answer.get()
         if failure is not None:
             raise failure.with_traceback(None)
 
@@ -96,7 +96,7 @@ class Committer:
         """Call back when commit ``number`` is durable: at once, or from the committer's thread."""
         failure = None
         if not self._relaxed:
-            with self._condition:
+            with self._lock:
                 if number > self._settled and not self._ended:
                     self._callbacks.append((number, on_durable))
                     self._want(number)
@@ -106,33 +106,32 @@ class Committer:
 
     def fail(self, number: int, error: PenstockError) -> None:
         """Fail every commit up to ``number`` that is not durable yet."""
-        with self._condition:
+        with self._lock:
             if number > self._settled:
                 self._failures.append((self._settled, number, error))
         self._settle(number)
 
     def close(self) -> None:
         """Finish what is wanted and stop the thread."""
-        with self._condition:
+        with self._lock:
             self._closed = True
-            self._work.notify()
+            self._work.wake()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            with self._condition:
-                if self._relaxed and not self._closed:
-                    self._work.wait(RELAXED_SYNC_SECONDS)
-                while not self._relaxed and self._wanted <= self._settled and not self._closed:
-                    self._work.wait()
-                closed = self._closed
+            if self._relaxed and not self._closed:
+                self._work.wait(RELAXED_SYNC_SECONDS)
+            while not self._relaxed and self._wanted <= self._settled and not self._closed:
+                self._work.wait()
+            closed = self._closed
             # Everything committed by now is covered, also changes that nobody waits for.
             number = self._committed()
             if number > self._settled:
                 self._sync_up_to(number)
             if closed:
                 break
-        with self._condition:
+        with self._lock:
             self._ended = True
         self._settle(0)
 
@@ -166,9 +165,8 @@ class Committer:
 
     def _settle(self, number: int) -> None:
         """Let everybody go whose commit is settled; at the end, all."""
-        with self._condition:
+        with self._lock:
             self._settled = max(self._settled, number)
-            self._condition.notify_all()
             ready = [each for each in self._callbacks if each[0] <= self._settled or self._ended]
             self._callbacks = (
                 [] if self._ended else [e for e in self._callbacks if e[0] > self._settled]
@@ -182,9 +180,8 @@ class Committer:
                 log.exception("a caller could not be told that its commit is durable")
 
     def _want(self, number: int) -> None:
-        if number > self._wanted:
-            self._wanted = number
-            self._work.notify()
+        self._wanted = max(self._wanted, number)
+        self._work.wake()
 
     def _failure_of(self, number: int) -> PenstockError | None:
         """Return why a commit is not durable; None if it is."""
@@ -197,7 +194,18 @@ class Committer:
 
 
 def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Start a thread that does not keep the process from ending."""
+    """Start a thread that does not keep the process from ending.
+
+    On another thread: ``start()`` is Python code, and an exception out of a signal handler would
+    leave the thread unable to begin.
+    """
     thread = threading.Thread(target=work, name=name, daemon=True)
-    thread.start()
+    started = Waiter()
+
+    def start() -> None:
+        thread.start()
+        started.wake()
+
+    start_new_thread(start, ())
+    started.wait()
     return thread

@@ -1,9 +1,11 @@
 """The runner of a store's verbs: one caller at a time, time, durability, waiting, the sweeper.
 
 The store below knows nothing of threads or clocks; the verbs above say what to do and nothing of
-when. A change is applied under the lock, and its caller waits outside of it until the change is
-durable, so that others go on meanwhile and share the next sync. A store whose commits are durable
-at once has no committer, and nobody waits.
+when. Nobody waits with the lock held, and it is taken by ``with`` alone: an exception out of a
+signal handler may come at any step of a caller (:mod:`penstock.waiter`). A change is applied under
+the lock, and its caller waits outside of it until the change is durable, so that others go on
+meanwhile and share the next sync. A store whose commits are durable at once has no committer, and
+nobody waits.
 
 A store that is ``parallel`` is called without the lock, by as many threads as call: the lock is for
 what the runner itself keeps, and no call of the store is made under it.
@@ -15,9 +17,9 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from penstock.broker.durability import Committer, Durability, start_thread
@@ -31,12 +33,14 @@ from penstock.errors import (
     StoreFenced,
 )
 from penstock.histogram import Histogram
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from penstock.broker.durability import OnDurable
     from penstock.clock import Clock
+    from penstock.model import SweepCounts
     from penstock.store.contract import Store
 
 log = logging.getLogger(__name__)
@@ -79,10 +83,19 @@ class Outage(NamedTuple):
     since: float
 
 
-class _Waiters(threading.Condition):
+class _Waiters:
     """Claims that wait for messages of one queue; ``wakes`` counts how often it has got some."""
 
-    wakes = 0
+    def __init__(self) -> None:
+        self.wakes = 0
+        # The one that has waited longest comes first.
+        self.waiting: deque[Waiter] = deque()
+
+    def wake(self, count: int) -> None:
+        """Wake so many claims."""
+        self.wakes += 1
+        for _ in range(min(count, len(self.waiting))):
+            self.waiting.popleft().wake()
 
 
 class Runner:
@@ -98,15 +111,16 @@ class Runner:
         self.lock_waits = Histogram.over()
         self._parallel = store.parallel
         # Calls of a parallel store that are under way, and the wait for their end.
-        self._under_way = 0
-        self._idle = threading.Condition(self._lock)
+        self._under_way: set[object] = set()
+        self._call_ended = Waiter()
         # Since when a call has the store, if one has it to itself.
         self._busy_since: float | None = None
         self._waiters: dict[str, _Waiters] = {}
         self._listener: OnWoken | None = None
-        self._alarm = threading.Condition(self._lock)
+        # The sweeper waits here, until the time of its alarm.
+        self._alarm = Waiter()
         self._alarm_at_ms: int | None = None
-        self._closed = False
+        self._closed = self._ended = False
         self._recovering = threading.Lock()
         self._recover_at = float("-inf")
         # Why the last sweep could not do everything, if so.
@@ -122,7 +136,8 @@ class Runner:
                 self._sync, lambda: self._progress.commits, relaxed=relaxed, seconds=clock.seconds
             )
         _RUNNERS.add(self)
-        self._ending = threading.Event()
+        # The watcher waits here.
+        self._pause = Waiter()
         self._sweeper: threading.Thread | None = None
         self._watcher: threading.Thread | None = None
         if background:
@@ -138,37 +153,81 @@ class Runner:
         it again. ``durable=False``: return at once, as a call that only reads may, or one that
         :meth:`tell` calls back.
         """
-        if not self._lock.acquire(blocking=False):
-            begin = self._clock.seconds()
-            self._lock.acquire()
-            self.lock_waits.add(self._clock.seconds() - begin)
         try:
-            self._busy_since = self._clock.seconds()
-            if self._closed or self.lost is not None:
-                self._refuse()
-            now_ms = self._guard.now_ms(self._clock.now_ms())
-            wakes = self._wakes(queue) if wait_ms and self._parallel else None
-            result = self._call(change, now_ms) if self._parallel else change(now_ms)
-            if wait_ms and not result:
-                result = self._wait_for(queue, now_ms, now_ms + wait_ms, change, wakes)
-            woken = self._store.take_woken()
-            if (woken and (self._waiters or self._listener)) or self._alarm_at_ms is not None:
-                self._wake(woken, self._listener)
-            number = self._progress.commits
+            if wait_ms:
+                result, number = self._wait_for(queue, wait_ms, change)
+            else:
+                result, number = self._turn(change)
         except BaseException as error:
+            self._note_failed(error)
+            raise
+        if durable and self._committer is not None:
+            self._committer.wait(number)
+        return result
+
+    def _turn(
+        self, change: Callable[[int], T], after: Callable[[T, int], None] | None = None
+    ) -> tuple[T, int]:
+        """Make a change; return what it gives, and the number of its commit.
+
+        ``after``: called with what it gives and the time, before anybody else is let in.
+        """
+        if self._parallel:
+            return self._turn_beside(change, after)
+        begin = self._clock.seconds() if self._lock.locked() else None
+        with self._lock:
+            self._busy_since = now = self._clock.seconds()
+            try:
+                if begin is not None:
+                    self.lock_waits.add(now - begin)
+                if self._closed or self.lost is not None:
+                    self._refuse()
+                now_ms = self._guard.now_ms(self._clock.now_ms())
+                result = change(now_ms)
+                return result, self._end_turn(result, now_ms, after)
+            finally:
+                self._busy_since = None
+
+    def _turn_beside(
+        self, change: Callable[[int], T], after: Callable[[T, int], None] | None
+    ) -> tuple[T, int]:
+        """Make a change of a parallel store, beside those of others."""
+        call = object()
+        try:
+            with self._lock:
+                now_ms = self._now_ms()
+                self._under_way.add(call)
+            if self._store.patience_s is not None:
+                self._store.limit(self._store.patience_s)
+            result = change(now_ms)
+            with self._lock:
+                return result, self._end_turn(result, now_ms, after)
+        finally:
+            self._under_way.discard(call)
+            if self._closed:
+                self._call_ended.wake()
+
+    def _end_turn(self, result: T, now_ms: int, after: Callable[[T, int], None] | None) -> int:
+        """Wake those for whom a change has something; called with the lock held."""
+        woken = self._store.take_woken()
+        if (woken and (self._waiters or self._listener)) or self._alarm_at_ms is not None:
+            self._wake(woken, self._listener)
+        if after is not None:
+            after(result, now_ms)
+        return self._progress.commits
+
+    def _note_failed(self, error: BaseException) -> None:
+        """Tell others what the error of a change means for them."""
+        with self._lock:
             if isinstance(error, StoreFenced):
                 self._note_loss(error)
             elif isinstance(error, QueueNotFound) and self._listener is None:
                 # No server is in between, whose clients may not see every queue.
                 error.suggest()
+            elif not isinstance(error, PenstockError):
+                # It may have come after the commit, before others were woken for it.
+                self._wake_all()
             self._note_error()
-            raise
-        finally:
-            self._busy_since = None
-            self._lock.release()
-        if durable and self._committer is not None:
-            self._committer.wait(number)
-        return result
 
     def apply_step(self, change: Callable[[int], T]) -> T:
         """Make a change that is one of many steps; let others have the store before the next."""
@@ -178,24 +237,7 @@ class Runner:
 
     def _give_way(self) -> None:
         if not self._parallel:
-            self._ending.wait(GIVE_WAY_SECONDS)
-
-    def _call(self, change: Callable[[int], T], now_ms: int) -> T:
-        """Make a change; a parallel store is called without the lock, which is held here."""
-        if not self._parallel:
-            return change(now_ms)
-        self._busy_since = None
-        self._under_way += 1
-        self._lock.release()
-        try:
-            if self._store.patience_s is not None:
-                self._store.limit(self._store.patience_s)
-            return change(now_ms)
-        finally:
-            self._lock.acquire()
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.notify_all()
+            Waiter().wait(GIVE_WAY_SECONDS)
 
     def tell(self, number: int, on_durable: OnDurable) -> None:
         """Call back when a change is durable, from here or from another thread."""
@@ -231,20 +273,19 @@ class Runner:
 
     def recover(self) -> None:
         """Try to recover a store that is away; the sweeper does it."""
-        if not self._recovering.acquire(blocking=False):
+        if self._recovering.locked():
             return
-        try:
+        with self._recovering:
             if self._store.health().away is None or self._clock.seconds() < self._recover_at:
                 return
             self._recover_at = self._clock.seconds() + RETRY_MS / 1000
-            self._store.recover(self._alone())
-        except PenstockError as error:
-            log.debug("the store is still away: %s", error)
-        except Exception:
-            # Whatever it was, it is tried again, and the sweeper goes on.
-            log.exception("the store could not be had back")
-        finally:
-            self._recovering.release()
+            try:
+                self._store.recover(self._alone())
+            except PenstockError as error:
+                log.debug("the store is still away: %s", error)
+            except Exception:
+                # Whatever it was, it is tried again, and the sweeper goes on.
+                log.exception("the store could not be had back")
         self._note_outage()
 
     @contextmanager
@@ -264,28 +305,34 @@ class Runner:
             self._wake(self._store.take_woken(), self._listener)
 
     def close(self) -> None:
-        """Make everything durable and let go of the store. A caller that waits gets an error."""
+        """Make everything durable and let go of the store. A caller that waits gets an error.
+
+        One that was interrupted can be called again.
+        """
         with self._lock:
-            if self._closed or self.lost is _NOT_OURS:
+            if self._ended or self.lost is _NOT_OURS:
                 return
             self._closed = True
             self._wake_all()
         if self._sweeper is not None:
             self._sweeper.join()
-        self._ending.set()
         if self._watcher is not None:
+            self._pause.wake()
             self._watcher.join()
         if self._committer is not None:
             self._committer.close()
+        while self._under_way:
+            self._call_ended.wait(WATCH_SECONDS)
         with self._lock:
-            while self._under_way:
-                self._idle.wait()
-            self._store.close()
+            if not self._ended:
+                self._ended = True
+                self._store.close()
 
     def disown(self) -> None:
         """Refuse every verb from here on: this process is a fork of the one that has the store."""
-        # A thread that is not here may have held the lock.
-        self._lock, self.lost = threading.Lock(), _NOT_OURS
+        # A thread that is not here may have held the locks.
+        self._lock, self._outage_lock = threading.Lock(), threading.Lock()
+        self._recovering, self.lost = threading.Lock(), _NOT_OURS
 
     def _now_ms(self) -> int:
         """Return the store's time; called with the lock held, at the start of every verb."""
@@ -309,7 +356,7 @@ class Runner:
         self._note_outage()
         now_ms = self._guard.now_ms(self._clock.now_ms())
         if self._alarm_at_ms is not None and self._alarm_at_ms > now_ms + RETRY_MS:
-            self._alarm.notify()
+            self._alarm.wake()
 
     def _sync(self) -> None:
         try:
@@ -340,8 +387,9 @@ class Runner:
 
     def _wake_all(self) -> None:
         """Wake the sweeper and all claims that wait: they are to find out that it is over."""
-        for waiting in (self._alarm, *self._waiters.values()):
-            waiting.notify_all()
+        self._alarm.wake()
+        for waiters in self._waiters.values():
+            waiters.wake(len(waiters.waiting))
 
     def take_woken(self) -> Mapping[str, int | None]:
         """Wake claims that wait; return the queues to the listener. Called inside a change.
@@ -358,67 +406,62 @@ class Runner:
         for name, available in woken.items():
             if listener is not None:
                 listener(name, available)
-            waiting = self._waiters.get(name)
-            if waiting is None:
+            waiters = self._waiters.get(name)
+            if waiters is None:
                 continue
             if available is None:
                 # The queue is gone: the claims are to find that out.
-                waiting.notify_all()
+                waiters.wake(len(waiters.waiting))
                 del self._waiters[name]
             else:
-                waiting.wakes += 1
-                waiting.notify(max(1, available))
+                waiters.wake(max(1, available))
         if self._alarm_at_ms is not None:
             soonest_ms = self._store.soonest_ms()
             if soonest_ms is not None and soonest_ms < self._alarm_at_ms:
-                self._alarm.notify()
+                self._alarm.wake()
 
     def _wakes(self, queue: str) -> tuple[_Waiters | None, int]:
         """Return a mark that differs once the queue is woken again."""
-        waiting = self._waiters.get(queue)
-        return waiting, 0 if waiting is None else waiting.wakes
+        waiters = self._waiters.get(queue)
+        return waiters, 0 if waiters is None else waiters.wakes
 
-    def _wait_for(
-        self,
-        queue: str,
-        now_ms: int,
-        until_ms: int,
-        change: Callable[[int], T],
-        wakes: tuple[_Waiters | None, int] | None,
-    ) -> T:
-        """Wait for messages of a queue until the change gives something; with the lock held.
+    def _wait_for(self, queue: str, wait_ms: int, change: Callable[[int], T]) -> tuple[T, int]:
+        """Make a change until it gives something, and wait for messages of a queue in between."""
+        waiter, waiters = Waiter(), _Waiters()
+        until_ms: int | None = None
+        pause_ms: int | None = None
 
-        ``wakes``: the mark of the queue before the change, if others were let in during it.
-        """
+        def enter(result: T, now_ms: int) -> None:
+            """Wait for a wake from now on, unless there is nothing to wait for."""
+            nonlocal waiters, until_ms, pause_ms
+            until_ms = until_ms or now_ms + wait_ms
+            pause_ms = until_ms - now_ms
+            if result or pause_ms <= 0:
+                pause_ms = None
+            elif self._parallel and wakes != self._wakes(queue):
+                # It was woken before this claim could wait.
+                pause_ms = 0
+            else:
+                if self._sweeper is None and (soonest_ms := self._store.soonest_ms()) is not None:
+                    # Nobody else watches the time for this claim.
+                    pause_ms = min(pause_ms, max(1, soonest_ms - now_ms))
+                waiters = self._waiters.setdefault(queue, _Waiters())
+                waiters.waiting.append(waiter)
+
         while True:
-            self._wake(self._store.take_woken(), self._listener)
-            wait_ms = until_ms - now_ms
-            waiting = self._waiters.get(queue)
-            if waiting is None:
-                waiting = self._waiters[queue] = _Waiters(self._lock)
-            if wakes is not None:
-                if self._closed or self.lost is not None:
-                    self._refuse()
-                if wakes != self._wakes(queue):
-                    # It was woken before this claim could wait.
-                    wait_ms = 0
-            if self._sweeper is None:
-                # Nobody else watches the time for this claim.
-                soonest_ms = self._store.soonest_ms()
-                if soonest_ms is not None:
-                    wait_ms = min(wait_ms, max(1, soonest_ms - now_ms))
-            self._busy_since = None
-            if wait_ms:
-                self._clock.wait(waiting, wait_ms)
-            wakes = None if wakes is None else self._wakes(queue)
-            self._busy_since = self._clock.seconds()
-            now_ms = self._now_ms()
-            result = self._call(change, now_ms)
-            if result or now_ms >= until_ms:
-                return result
+            wakes = self._wakes(queue)
+            result, number = self._turn(change, enter)
+            if pause_ms is None:
+                return result, number
+            if pause_ms:
+                self._clock.wait(waiter, pause_ms)
+                with self._lock, suppress(ValueError):
+                    waiters.waiting.remove(waiter)
+                waiter.clear()
 
     def _watch_loop(self) -> None:
-        while not self._ending.wait(WATCH_SECONDS):
+        while not self._closed:
+            self._pause.wait(WATCH_SECONDS)
             self._note_outage()
             # A call that has the store for long does not stop the watcher.
             if self._outage is not None and self._lock.acquire(blocking=False):
@@ -447,44 +490,59 @@ class Runner:
     def _sweep_loop(self) -> None:
         while True:
             self.recover()
-            with self._lock:
-                if self._closed or self.lost is not None:
-                    return
-                wait_ms = RETRY_MS
-                now_ms = self._now_ms()
-                self._busy_since = self._clock.seconds()
-                try:
-                    counts = self._call(partial(self._store.sweep, budget=SWEEP_BUDGET), now_ms)
-                    self._wake(self._store.take_woken(), self._listener)
-                    due_ms = counts.next_due_ms
-                    wait_ms = IDLE_SWEEP_MS if due_ms is None else due_ms - now_ms
-                except StoreFenced as error:
-                    self._note_loss(error)
-                    return
-                except StoreDamaged as error:
-                    # Logged once: it stays as it is until somebody repairs it.
-                    if str(error) != self._damage:
-                        log.error("a sweep could not see to everything: %s", error)  # noqa: TRY400
-                    self._damage = str(error)
-                except PenstockError as error:
-                    # That a store is away is logged when it begins and ends, not each time.
-                    if self._store.health().away is None:
-                        log.warning("the sweep failed; it will be tried again: %s", error)
-                except Exception:
-                    # Whatever it was, leases must go on expiring.
-                    log.exception("the sweep failed; it will be tried again")
-                self._busy_since = None
-                # Other calls may have gone on meanwhile.
-                soonest_ms = self._store.soonest_ms() if self._parallel else None
-                if soonest_ms is not None:
-                    wait_ms = min(wait_ms, max(BREATH_MS, soonest_ms - now_ms))
-                if wait_ms > 0 and not self._closed:
-                    wait_ms = min(wait_ms, IDLE_SWEEP_MS)
-                    self._alarm_at_ms = now_ms + wait_ms
-                    self._clock.wait(self._alarm, wait_ms)
-                self._alarm_at_ms = None
-            if wait_ms <= 0:
+            pause_ms = self._sweep()
+            if pause_ms is None:
+                return
+            if pause_ms > 0:
+                self._clock.wait(self._alarm, pause_ms)
+            else:
                 self._give_way()
+
+    def _sweep(self) -> int | None:
+        """Do what is due; return the pause before the next time, None if there is none."""
+        pause_ms, failed = RETRY_MS, True
+
+        def sweep(now_ms: int) -> SweepCounts:
+            return self._store.sweep(now_ms, budget=SWEEP_BUDGET)
+
+        def set_alarm(counts: SweepCounts | None, now_ms: int) -> None:
+            nonlocal pause_ms
+            if counts is not None:
+                due_ms = counts.next_due_ms
+                pause_ms = IDLE_SWEEP_MS if due_ms is None else due_ms - now_ms
+            # Other calls may have gone on meanwhile.
+            soonest_ms = self._store.soonest_ms() if self._parallel else None
+            if soonest_ms is not None:
+                pause_ms = min(pause_ms, max(BREATH_MS, soonest_ms - now_ms))
+            pause_ms = min(pause_ms, IDLE_SWEEP_MS)
+            self._alarm_at_ms = now_ms + pause_ms if pause_ms > 0 else None
+
+        with self._lock:
+            self._alarm_at_ms = None
+            self._alarm.clear()
+        try:
+            self._turn(sweep, set_alarm)
+            failed = False
+        except StoreFenced as error:
+            self._lose(error)
+        except StoreDamaged as error:
+            # Logged once: it stays as it is until somebody repairs it.
+            if str(error) != self._damage:
+                log.error("a sweep could not see to everything: %s", error)  # noqa: TRY400
+            self._damage = str(error)
+        except PenstockError as error:
+            # That a store is away is logged when it begins and ends, not each time.
+            if self.failure is None and self._store.health().away is None:
+                log.warning("the sweep failed; it will be tried again: %s", error)
+        except Exception:
+            # Whatever it was, leases must go on expiring.
+            log.exception("the sweep failed; it will be tried again")
+        with self._lock:
+            if self._closed or self.lost is not None:
+                return None
+            if failed:
+                set_alarm(None, self._now_ms())
+        return pause_ms
 
 
 def _disown_all() -> None:

@@ -7,6 +7,7 @@ writing to the database below.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from heapq import merge
 from itertools import islice
 from operator import itemgetter
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _UNCHANGED: Final[Any] = object()
 _PAGE: Final = 1_000
+# So often a commit is begun anew that signal handlers interrupt.
+_TRIES: Final = 100
 
 
 class MemoryTable:
@@ -95,8 +98,22 @@ class MemoryEngine(Engine):
         return MemoryBatch()
 
     def commit(self, batch: Batch) -> None:
-        """Apply a batch."""
+        """Apply a batch, whole also if a signal handler raises in the middle of it."""
         assert isinstance(batch, MemoryBatch)
+        try:
+            self._apply(batch)
+        except BaseException:
+            for _ in range(_TRIES):
+                with suppress(BaseException):
+                    # Their keys may be in disorder, their dictionaries never.
+                    for table in {change[0] for change in batch.changes}:
+                        table.rows = SortedDict(dict(dict.items(table.rows)))
+                    self._apply(batch)
+                    break
+            raise
+
+    def _apply(self, batch: MemoryBatch) -> None:
+        """Apply a batch; once more does no harm."""
         for table, key, value, end in batch.changes:
             if value is not None:
                 table.rows[key] = value
@@ -179,9 +196,8 @@ class Overlay(MemoryEngine):
         self._below = below
         self._tables = {name: OverlayTable(below.table(name)) for name in tables}
 
-    def commit(self, batch: Batch) -> None:
+    def _apply(self, batch: MemoryBatch) -> None:
         """Apply a batch, in memory."""
-        assert isinstance(batch, MemoryBatch)
         for table, key, value, end in batch.changes:
             if end is None:
                 table.rows[key] = value

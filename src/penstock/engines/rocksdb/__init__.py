@@ -35,7 +35,7 @@ from penstock.clock import SystemClock
 from penstock.engines import Engine, Shape, View
 from penstock.engines.disk import FreeSpace
 from penstock.engines.rocksdb import files
-from penstock.engines.rocksdb.tables import RocksTable, RocksViewTable, is_full, translate
+from penstock.engines.rocksdb.tables import RocksTable, RocksViewTable, is_full, pass_on, translate
 from penstock.errors import DiskFull, PenstockError, StorageFailed, StoreDamaged
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def _open(
     try:
         return rocks.Rdict(str(path), options, columns, access)
     except Exception as error:
+        pass_on(error)
         text = str(error)
         if any(sign in text for sign in _LOCKED):
             raise files.lock_error(path) from error
@@ -252,11 +253,12 @@ class RocksEngine(Engine):
         if self.away is not None:
             self._check()
         rows: Any = batch
+        # Before the write: an exception out of a signal handler may come right behind it.
+        self._unsynced = True
         try:
             self._db.write(rows)
         except Exception as error:
             self._fail(error)
-        self._unsynced = True
 
     def view(self) -> View:
         """Pin the present state for reading."""
@@ -293,10 +295,11 @@ class RocksEngine(Engine):
         """Make a RocksDB checkpoint. The binding lets no other thread run until it is made."""
         try:
             rocks.Checkpoint(self._db).create_checkpoint(str(path))
-            # RocksDB leaves this out, and would make it when the copy is opened.
-            shutil.copyfile(self.path / "IDENTITY", path / "IDENTITY")
         except Exception as error:
             translate(error)
+        with files.os_errors_as(f"can't copy the store at {self.path}"):
+            # RocksDB leaves this out, and would make it when the copy is opened.
+            shutil.copyfile(self.path / "IDENTITY", path / "IDENTITY")
 
     def free_bytes(self) -> int | None:
         """Return how much of the disk is free."""
@@ -309,7 +312,8 @@ class RocksEngine(Engine):
                 name: table.column.property_int_value("rocksdb.total-sst-files-size") or 0
                 for name, table in self._tables.items()
             }
-        except Exception:
+        except Exception as error:
+            pass_on(error)
             return {}
         return sizes | {"wal": self._logged_bytes()}
 
@@ -389,8 +393,9 @@ class RocksEngine(Engine):
                 table.column.property_int_value("rocksdb.cur-size-all-mem-tables")
                 for table in self._tables.values()
             ]
-        except Exception:
+        except Exception as error:
             # The database is not open.
+            pass_on(error)
             return logged
         return min(logged, sum(size or 0 for size in sizes))
 
@@ -414,6 +419,7 @@ class RocksEngine(Engine):
 
     def _fail(self, error: Exception) -> NoReturn:
         """Take no more writes after this one, and raise why."""
+        pass_on(error)
         self._check()
         try:
             translate(error)

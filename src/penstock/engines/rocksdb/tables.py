@@ -78,7 +78,7 @@ class RocksTable:
         try:
             values: list[bytes | None] = self._get(keys)
         except Exception as error:
-            self.fail(error, min(keys), max(keys) + b"\0")
+            self.fail(error, min(keys, default=b""), max(keys, default=b"") + b"\0")
         return values
 
     def scan(self, begin: bytes, end: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
@@ -230,6 +230,7 @@ def _descending(
                 rows.prev()
         rows.status()
     except Exception as error:
+        pass_on(error)
         end = found[-1][0] if found else end
         _reset(rows)
         # The binding knows no lower bound, so the block may be below the range; and to give a row,
@@ -253,6 +254,14 @@ def _reset(rows: Any) -> None:
         rows.seek(AFTER_ALL)
 
 
+def pass_on(error: Exception) -> None:
+    """Raise an error again that is not the binding's: a signal handler may have raised it."""
+    trace = error.__traceback__
+    is_direct = trace is None or trace.tb_next is None
+    if not (is_direct and (type(error) is Exception or isinstance(error, rocks.DbClosedError))):
+        raise error
+
+
 def is_full(error: Exception) -> bool:
     """Whether the disk had no room for a write."""
     return any(sign in str(error) for sign in _NO_SPACE)
@@ -260,6 +269,7 @@ def is_full(error: Exception) -> bool:
 
 def translate(error: Exception, table: str = "", begin: bytes = b"", end: bytes = b"") -> NoReturn:
     """Raise our error for the binding's bare exception; of a read, with its table and range."""
+    pass_on(error)
     text = str(error)
     if isinstance(error, rocks.DbClosedError):
         raise StorageFailed("the store is closed, or could not be opened again") from error

@@ -214,8 +214,17 @@ class SlateEngine(Engine):
                 rows.setdefault(key, None)
         if rows:
             self._cache.begin()
-            self._run(self._db.write(make_batch(rows.items())))
-            self._cache.put(rows.items())
+            try:
+                self._run(self._db.write(make_batch(rows.items())))
+                self._cache.put(rows.items())
+            except PenstockError:
+                raise
+            except BaseException:
+                # Out of a signal handler. Once another write is made, this one has been, or never
+                # will be: writes keep their order.
+                self._run(self._db.write(make_batch([(BEAT_KEY, b"\1")])))
+                self._cache.clear()
+                raise
 
     def view(self) -> View:
         """Pin the present state for reading."""

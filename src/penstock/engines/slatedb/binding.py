@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
+import threading
 from asyncio import events
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -189,6 +191,28 @@ class _Loop:
         callback(*arguments)
 
 
+# What came out of the binding's own function on this thread while the library called that.
+_lost: Final = threading.local()
+_CALLED_BACK: Final = (binding.__file__, "_uniffi_continuation_callback")
+_show_unraisable: Final = sys.unraisablehook
+
+
+def _keep_lost(unraisable: sys.UnraisableHookArgs) -> None:
+    """Keep what a signal handler raises in a function that the library calls.
+
+    Python would show it and go on, and the caller would wait for the rest of that function.
+    """
+    trace = unraisable.exc_traceback
+    code = None if trace is None else trace.tb_frame.f_code
+    if code is not None and (code.co_filename, code.co_name) == _CALLED_BACK:
+        _lost.error = unraisable.exc_value
+    else:
+        _show_unraisable(unraisable)
+
+
+sys.unraisablehook = _keep_lost
+
+
 def call(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """Run one of the binding's coroutines to its end on this thread."""
     return call_all([coroutine], timeout_s)[0]
@@ -209,10 +233,12 @@ def call_all(coroutines: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> 
             waiting[coroutine.send(None)] = at, coroutine
         except StopIteration as end:
             results[at] = end.value
+        if (lost := vars(_lost).pop("error", None)) is not None:
+            raise lost
 
     outer = events._get_running_loop()  # noqa: SLF001 - made for those who write loops
-    events._set_running_loop(loop)  # type: ignore[arg-type]  # noqa: SLF001
     try:
+        events._set_running_loop(loop)  # type: ignore[arg-type]  # noqa: SLF001
         for at, coroutine in enumerate(coroutines):
             advance(at, coroutine)
         while waiting:
@@ -223,9 +249,11 @@ def call_all(coroutines: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> 
     except Empty:
         raise CallTimeout(f"no answer for {timeout_s:g} s") from None
     finally:
-        for coroutine in coroutines:
-            coroutine.close()
-        events._set_running_loop(outer)  # noqa: SLF001
+        try:
+            for coroutine in coroutines:
+                coroutine.close()
+        finally:
+            events._set_running_loop(outer)  # noqa: SLF001
     return results
 
 

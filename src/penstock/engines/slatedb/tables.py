@@ -211,8 +211,11 @@ class ReadCache:
             self._bytes = 0
 
     def _forget(self, key: bytes) -> None:
-        if key in self._values:
-            self._bytes -= len(key) + _ENTRY_BYTES + len(self._values.pop(key) or b"")
+        value = self._values.get(key, UNKNOWN)
+        if value is not UNKNOWN:
+            # No step between the two at which a signal handler could raise.
+            self._bytes -= len(key) + _ENTRY_BYTES + len(value or b"")
+            del self._values[key]
 
 
 class SlateTable:
