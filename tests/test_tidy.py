@@ -60,7 +60,7 @@ def text_of(name: str) -> str:
 
 # --- layers ---------------------------------------------------------------------------------------
 
-GROUND = {"errors", "histogram", "limits", "model"}
+GROUND = {"errors", "histogram", "limits", "model", "waiter"}
 BROKER = {*GROUND, "clock", "consuming", "filters", "packing", "store", "validation"}
 # Part of the package: the parts that it may import, type hints included. The longest name counts:
 # store.codec may import less than the rest of store.
@@ -70,18 +70,27 @@ LAYERS = {
     "addresses": {"errors", "limits"},
     "limits": set(),
     "model": set(),
+    "waiter": set(),
     "clock": set(),
     "validation": GROUND,
     "packing": {*GROUND, "validation"},
     "tracing": {*GROUND, "validation"},
     "filters": GROUND,
-    "engines": {"errors", "limits", "clock"},
+    "engines": {"errors", "limits", "clock", "waiter"},
     "store.policy": {*GROUND, "filters", "store.codec"},
     "store.codec": {*GROUND, "packing"},
     "store": {*GROUND, "engines", "filters", "packing"},
     "consuming": {*GROUND, "validation"},
-    "broker.durability": {"errors", "histogram"},
-    "broker.runner": {"errors", "clock", "histogram", "broker.durability", "store"},
+    "broker.durability": {"errors", "histogram", "waiter"},
+    "broker.runner": {
+        "errors",
+        "clock",
+        "histogram",
+        "model",
+        "waiter",
+        "broker.durability",
+        "store",
+    },
     "broker": BROKER,
     "wire": {*GROUND, "packing", "store.codec", "validation"},
     "client": {
@@ -374,11 +383,11 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_445,
-    "broker": 3_390,
+    ".": 3_485,
+    "broker": 3_485,
     "cli": 3_325,
     "client": 2_430,
-    "engines": 3_585,
+    "engines": 3_655,
     "filters": 1_400,
     "flight": 3_885,
     "importers": 700,
@@ -397,7 +406,7 @@ BUDGETS = {
     "wire": 2_045,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 66_810, 46_800, 216, 13_920
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_020, 46_950, 217, 14_060
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
@@ -409,7 +418,7 @@ print(*(module.__file__ for name, module in sys.modules.items() if name.startswi
 """
 CONTRACT_METHODS = {"Store": 29, "LogStore": 10, "BulkStore": 4, "FullStore": 0}
 # Verb on one message: the most Python calls and files of the library that it passes.
-WAYS = {"publish": (45, 16), "claim": (55, 20), "ack": (50, 20)}
+WAYS = {"publish": (48, 16), "claim": (57, 20), "ack": (53, 20)}
 
 
 def library_files() -> list[Path]:

@@ -99,7 +99,8 @@ class Committer:
             with self._lock:
                 if number > self._settled and not self._ended:
                     self._callbacks.append((number, on_durable))
-                    self._want(number)
+                    self._wanted = max(self._wanted, number)
+                    self._work.wake()
                     return
                 failure = self._failure_of(number)
         on_durable(failure)
@@ -178,10 +179,6 @@ class Committer:
             except Exception:
                 # One that fails must not keep the others waiting.
                 log.exception("a caller could not be told that its commit is durable")
-
-    def _want(self, number: int) -> None:
-        self._wanted = max(self._wanted, number)
-        self._work.wake()
 
     def _failure_of(self, number: int) -> PenstockError | None:
         """Return why a commit is not durable; None if it is."""
