@@ -38,7 +38,7 @@ def containers() -> Iterator[tuple[str, list[str], dict[str, str]]]:
     """Yield the file, arguments and environment of each container that runs ``penstock``."""
     for path in MANIFESTS:
         for resource in yaml.safe_load_all(path.read_text()):
-            template = resource["spec"].get("template", {}).get("spec", {})
+            template = resource.get("spec", {}).get("template", {}).get("spec", {})
             for container in template.get("containers", []):
                 settings = {each["name"]: each.get("value", "") for each in container["env"]}
                 yield path.name, container["args"], settings
@@ -46,6 +46,65 @@ def containers() -> Iterator[tuple[str, list[str], dict[str, str]]]:
     for service in services.values():
         if "build" in service:
             yield "compose.yaml", service.get("command", ["serve"]), service.get("environment", {})
+
+
+def named(node: Any, *kinds: str) -> Iterator[tuple[str, str | None]]:
+    """Yield what the references of these kinds in a manifest name: an object, and a key of it."""
+    for kind, value in node.items() if isinstance(node, dict) else ():
+        if kind in kinds:
+            yield value.get("name") or value["secretName"], value.get("key")
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from named(each, *kinds)
+
+
+def test_another_manifest_or_a_command_sets_what_a_manifest_needs() -> None:
+    """Maps of settings, secrets, and the ports that commands connect to."""
+    texts = [path.read_text() for path in MANIFESTS]
+    parsed = [each for text in texts for each in yaml.safe_load_all(text)]
+    maps = {each["metadata"]["name"] for each in parsed if each["kind"] == "ConfigMap"}
+    services = {each["metadata"]["name"]: each for each in parsed if each["kind"] == "Service"}
+    assert maps == {name for name, _ in named(parsed, "configMapRef")}
+    for text in texts:
+        made = r"# +kubectl create secret generic (\S+) --from-(?:literal|file)=([a-z.]+)"
+        secrets = dict(re.findall(made, text))
+        wanted = [*named([*yaml.safe_load_all(text)], "secretKeyRef", "secret")]
+        assert {name for name, _ in wanted} == set(secrets)
+        assert all(key in {None, secrets[name]} for name, key in wanted)
+        for host, port in re.findall(r"(?:grpc|penstock)://([a-z]+):(\d+)", text):
+            assert int(port) in {each["port"] for each in services[host]["spec"]["ports"]}
+
+
+def test_the_servers_of_a_route_job_leave_the_routing_to_it() -> None:
+    """Else the job ends at once: the store routes inline."""
+    routing, jobs = {}, {"compose.yaml": 0, "kubernetes": 0}
+    given = {
+        each["metadata"]["name"]: each["data"]
+        for path in MANIFESTS
+        for each in yaml.safe_load_all(path.read_text())
+        if each["kind"] == "ConfigMap"
+    }
+    for path in MANIFESTS:
+        for resource in yaml.safe_load_all(path.read_text()):
+            pod = resource.get("spec", {}).get("template", {}).get("spec", {})
+            for container in pod.get("containers", []):
+                jobs["kubernetes"] += container["args"][:2] == ["pipeline", "route"]
+                if container["args"] == ["serve"]:
+                    maps = [each["configMapRef"] for each in container.get("envFrom", [])]
+                    assert all(each["optional"] for each in maps), "inline without the job"
+                    routing[path.name] = {
+                        k: v for each in maps for k, v in given[each["name"]].items()
+                    }
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    jobs["compose.yaml"] = sum(
+        each.get("command", [])[:2] == ["pipeline", "route"] for each in services.values()
+    )
+    routing["compose.yaml"] = {
+        "PENSTOCK_ROUTING": services["server"]["environment"]["PENSTOCK_ROUTING"]
+    }
+    assert all(jobs.values())
+    assert set(routing) == {"rocksdb.yaml", "postgresql.yaml", "compose.yaml"}
+    for settings in routing.values():
+        assert show_config(settings)["routing"]["value"] == "pipeline"
 
 
 def resources() -> Iterator[Any]:
@@ -68,7 +127,7 @@ def test_hadolint_accepts_the_dockerfile() -> None:
 
 def test_the_image_installs_extras_that_exist() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
-    (extras,) = re.findall(r"\$\{wheel\}\[([a-z,]+)\]", text)
+    extras = ",".join(re.findall(r"\$\{wheel\}\[([a-z,]+)\]", text))
     project = (DEPLOY.parent / "pyproject.toml").read_text()
     assert all(f"\n{extra} = [" in project for extra in extras.split(","))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,21 @@ def test_a_file_that_others_can_use_is_refused(path: Path, mode: int) -> None:
         Keys(path)
     path.chmod(0o640)
     assert len(Keys(path)) == 1
+
+
+def test_a_file_that_is_changed_keeps_its_group_and_mode(path: Path) -> None:
+    """The server may be another user, who reads it as one of its group."""
+    add_key(path, "app", ["all"])
+    path.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(path, 12_345, 12_346)
+    before = path.stat()
+    add_key(path, "other", ["all"])
+    after = path.stat()
+    assert len(read_keys(path)) == 2
+    assert [after.st_mode, after.st_uid, after.st_gid] == [
+        *(before.st_mode, before.st_uid, before.st_gid)
+    ]
 
 
 def write(path: Path, text: str) -> Path:

@@ -317,13 +317,18 @@ def _check_key(path: Path, key_id: str, key: Key) -> None:
 
 
 def write_keys(path: Path, keys: dict[str, Key]) -> None:
-    """Replace a keys file whole, readable by its owner alone."""
+    """Replace a keys file whole: a new one is its owner's alone, another keeps group and mode."""
     body = "\n".join(_toml(key_id, key) for key_id, key in keys.items()).encode()
     partial = path.with_name(f".{path.name}.part")
     try:
         partial.unlink(missing_ok=True)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
+            if path.exists():
+                # The server may be another user, who reads it as one of its group.
+                before = path.stat()
+                os.fchown(descriptor, before.st_uid, before.st_gid)
+                os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             file.write(body)
             file.flush()
             os.fsync(descriptor)
