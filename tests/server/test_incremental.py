@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import penstock
 from penstock import BrokerClosed, InvalidInput, Message, StorageFailed
 from penstock.cli.main import cli as main
+from penstock.clock import ManualClock
 from penstock.engines.places import Directory
 from penstock.server import backup as incremental
 from penstock.server import running
@@ -100,6 +101,11 @@ def test_files_of_rows_are_not_read_again(
         assert any(name.endswith(".sst") for name in read)
         read.clear()
         made = incremental.create(place, url, "two", broker)
+        # Within one second.
+        clock = ManualClock()
+        monkeypatch.setattr(incremental, "SystemClock", lambda: clock)
+        names = [incremental.create(place, url, "", broker).backup.name for _ in range(3)]
+        assert names[1:] == [f"{names[0]}-2", f"{names[0]}-3"]
     assert not [name for name in read if name.endswith(".sst")]
     assert any(each.path.endswith(".sst") for each in made.backup.files)
 

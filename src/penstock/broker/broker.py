@@ -54,7 +54,7 @@ from penstock.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from prometheus_client import CollectorRegistry
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from penstock.broker.metrics import VerbMetrics, VerbTimes
     from penstock.clock import Clock
     from penstock.consuming import Consumer
-    from penstock.model import Delivery, Outcome, SweepCounts, Value
+    from penstock.model import Delivery, Entry, Outcome, SweepCounts, Value
     from penstock.packing import PackedMessage
     from penstock.store.check_report import AuditReport
     from penstock.store.codec.metadata import Metadata
@@ -357,6 +357,8 @@ class Broker(BrokerBase):
         function of the attributes.
         """
         ids = None if message_ids is None else check_ids(list(message_ids))
+        if callable(where):
+            return self._redrive_by(where, queue, ids)
         chosen = None if where is None else _predicate(where)
         # Messages that fail meanwhile, be it again, must not keep this going for ever.
         depth = self.stats(queue).failed if ids is None else len(ids)
@@ -377,6 +379,34 @@ class Broker(BrokerBase):
                 one, after = self._runner.apply_step(partial(step, part, after))
                 redriven += one
         return redriven
+
+    def _redrive_by(
+        self, where: Callable[[Mapping[str, Value]], bool], queue: str, ids: list[int] | None
+    ) -> int:
+        """Redrive what a function selects, which may take long, or call the broker itself."""
+        redriven = 0
+        for page in self._failed_pages(queue, ids):
+            some = [entry.message_id for entry in page if where(entry.attributes)]
+            redriven += self.redrive(queue, message_ids=some) if some else 0
+        return redriven
+
+    def _failed_pages(self, queue: str, ids: list[int] | None) -> Iterator[Sequence[Entry]]:
+        """Read failed messages: those of these ids, or as many as there are at first."""
+        left = self.stats(queue).failed
+        if ids is not None:
+            for message_id in ids:
+                found = self.browse(queue, message_id=message_id, payloads=False)
+                yield [entry for entry in found if entry.state is State.FAILED]
+            return
+        cursor: str | None = None
+        while left > 0:
+            page = self.browse(
+                queue, state=State.FAILED, limit=MASS_STEP, cursor=cursor, payloads=False
+            )
+            yield page[:left]
+            left, cursor = left - len(page), page.next_cursor
+            if cursor is None:
+                return
 
     def move(
         self,
@@ -522,10 +552,8 @@ def _steps(ids: list[int]) -> list[list[int]]:
     return [ids[at : at + MASS_STEP] for at in range(0, len(ids), MASS_STEP)]
 
 
-def _predicate(where: str | Callable[[Mapping[str, Value]], bool]) -> Callable[[Metadata], bool]:
-    if isinstance(where, str):
-        compiled = parse(where)
-        return lambda m: compiled.matches(
-            Row(m.attributes, m.group, m.priority, m.published_at_ms, m.size)
-        )
-    return lambda m: where(m.attributes)
+def _predicate(where: str) -> Callable[[Metadata], bool]:
+    compiled = parse(where)
+    return lambda m: compiled.matches(
+        Row(m.attributes, m.group, m.priority, m.published_at_ms, m.size)
+    )

@@ -28,6 +28,7 @@ import shutil
 import tempfile
 import threading
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -272,9 +273,13 @@ def create(
     if name:
         _check_name(name)
     with _working(place, "create", unless="prune") as began_ms:
-        name = name or f"{datetime.fromtimestamp(began_ms / 1000, UTC):%Y%m%dT%H%M%SZ}"
         earlier = backups_at(place)
-        if any(each.name == name for each in earlier):
+        names = {each.name for each in earlier}
+        if not name:
+            second = f"{datetime.fromtimestamp(began_ms / 1000, UTC):%Y%m%dT%H%M%SZ}"
+            others = (f"{second}-{number}" for number in count(2))
+            name = next(each for each in chain([second], others) if each not in names)
+        if name in names:
             raise InvalidInput(f"there is a backup {name} at {place} already: choose another name")
         copier = _Copier(place, began_ms, stopping)
         if url.startswith("slatedb"):

@@ -90,10 +90,28 @@ def drops_oldest(spec: QueueSpec) -> bool:
 
 
 def check_room(
-    spec: QueueSpec, live: int, live_bytes: int, messages: int, message_bytes: int
+    spec: QueueSpec,
+    live: int,
+    live_bytes: int,
+    messages: int,
+    message_bytes: int,
+    *,
+    largest: int = 0,
+    older: bool = False,
 ) -> None:
-    """Refuse messages that would pass a limit of a queue, unless it drops its oldest for them."""
-    if spec.overflow is Overflow.DROP_OLDEST or not messages:
+    """Refuse messages that would pass a limit of a queue, unless it drops its oldest for them.
+
+    It does not for a message that can't fit (``largest``: the bytes of one), as all others would be
+    dropped and then that one; nor for messages that are ``older``, which would be dropped at once.
+    """
+    drops = spec.overflow is Overflow.DROP_OLDEST
+    if drops and spec.max_bytes and largest > spec.max_bytes:
+        raise LimitReached(
+            f"a message of {largest} bytes does not fit into queue {spec.name!r}, which drops its "
+            f"oldest beyond max_bytes={spec.max_bytes}: nothing was changed. Send a smaller one or "
+            "raise the limit"
+        )
+    if (drops and not older) or not messages:
         return
     for name, limit, has, more, what in (
         ("max_messages", spec.max_messages, live, messages, "messages"),
@@ -102,7 +120,11 @@ def check_room(
         if not limit or has + more <= limit:
             continue
         why = f"{has} {what} wait or are in flight, and {more} more would pass {name}={limit}"
-        hint = "consume or purge messages, raise the limit, or set overflow to 'drop_oldest'"
+        hint = "consume or purge messages, or raise the limit"
+        if drops:
+            hint += "; they have the lowest ids, and would be the first to be dropped"
+        else:
+            hint += ", or set overflow to 'drop_oldest'"
         if more > limit:
             hint = f"so many at once never fit: send fewer, or raise the limit; {hint}"
         # A verb that goes in steps may have brought others in before.

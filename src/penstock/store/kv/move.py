@@ -183,7 +183,7 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
             for e, m in chosen
         ]  # fmt: skip
         if items:
-            self.check_room(queue, len(items), sum(m.size for _, m in chosen))
+            self.check_room(queue, len(items), sum(m.size for _, m in chosen), older=True)
             batch = self.begin()
             self.history.take(batch, queue, State.FAILED, [entry for entry, _ in chosen])
             self.active.add(batch, queue, items, now_ms)
@@ -295,7 +295,8 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
         live, ended = self._present(to, leaving)
         arriving = [each for each in leaving if each[0].message_id not in live]
         if not dead:
-            self.check_room(to, len(arriving), sum(metadata.size for _, metadata in arriving))
+            sizes = [metadata.size for _, metadata in arriving]
+            self.check_room(to, len(arriving), sum(sizes), largest=max(sizes, default=0))
         batch = self.begin()
         items = [origin for origin, _ in leaving if isinstance(origin, Item)]
         if items:

@@ -205,11 +205,20 @@ class PublishVerbs(Core):
             for name in self.limited.intersection(names):
                 added.setdefault(name, []).append(len(message.payload))
         for name, sizes in added.items():
-            self.check_room(self.by_name[name], len(sizes), sum(sizes))
+            self.check_room(self.by_name[name], len(sizes), sum(sizes), largest=max(sizes))
 
-    def check_room(self, queue: Queue, messages: int, message_bytes: int) -> None:
+    def check_room(
+        self,
+        queue: Queue,
+        messages: int,
+        message_bytes: int,
+        *,
+        largest: int = 0,
+        older: bool = False,
+    ) -> None:
         """Refuse messages that a queue with limits has no room for."""
-        policy.check_room(queue.spec, *queue.counts.load, messages, message_bytes)
+        load = queue.counts.load
+        policy.check_room(queue.spec, *load, messages, message_bytes, largest=largest, older=older)
 
     @verb
     def drop_excess(self, now_ms: int, budget: int) -> int:

@@ -171,7 +171,7 @@ class SqlMove(SqlSettle, SqlPublish):
         items = Items()
         for message_id, attempts, _ in taken:
             items.add(queue, message_id, chosen[message_id], now_ms, attempts)
-        self.check_room(items.counts, items.sizes)
+        self.check_room(items.counts, items.sizes, older=True)
         self.add_items(items, now_ms)
         count, size = len(taken), items.sizes.get(queue, 0)
         added = {"live": count, "live_bytes": size, "failed": -count, "redriven": count}
@@ -318,7 +318,7 @@ class SqlMove(SqlSettle, SqlPublish):
             attempts, vesting_ms = min(first + attempts, MAX_ATTEMPTS), max(now_ms, vesting_ms)
             items.add(to, message_id, known[message_id], vesting_ms, attempts)
         if not dead:
-            self.check_room(items.counts, items.sizes)
+            self.check_room(items.counts, items.sizes, items.largest)
         self.add_items(items, now_ms)
         self.wake(to, len(ids))
         if queue.fifo:

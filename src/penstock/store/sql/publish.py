@@ -46,6 +46,7 @@ class Items:
         # Messages and bytes of payloads that each queue gets.
         self.counts: dict[SqlQueue, int] = {}
         self.sizes: dict[SqlQueue, int] = {}
+        self.largest: dict[SqlQueue, int] = {}
 
     def add(
         self,
@@ -67,6 +68,7 @@ class Items:
         self.zones[key] = min(vesting_ms, self.zones.get(key, vesting_ms))
         self.counts[queue] = self.counts.get(queue, 0) + 1
         self.sizes[queue] = self.sizes.get(queue, 0) + about.size
+        self.largest[queue] = max(self.largest.get(queue, 0), about.size)
 
     def columns(self) -> dict[str, Sequence[Any]]:
         """Return the rows as statements take them."""
@@ -262,7 +264,7 @@ class SqlPublish(SqlOverflow):
                 groups.append(message.envelope.group)
                 taken.append(names)
         if self.limited:
-            self.check_room(items.counts, items.sizes)
+            self.check_room(items.counts, items.sizes, items.largest)
         unrouted = 0 if routes is None else sum(not refs for refs, _, _ in stored)
         dedup_expires_ms = now_ms + dedup_window_ms
         # In one order, so that publishes into different logs can't wait for each other.

@@ -30,7 +30,7 @@ from penstock.store.policy import Coverage, LogSettings
 from penstock.store.sql.zones import Zones
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from penstock.store.sql.database import Database
 
@@ -401,13 +401,21 @@ class SqlOverflow(SqlSession):
             loads |= {number: (live, size) for number, live, size in rows}
         return loads
 
-    def check_room(self, added: dict[SqlQueue, int], added_bytes: dict[SqlQueue, int]) -> None:
+    def check_room(
+        self,
+        added: dict[SqlQueue, int],
+        added_bytes: dict[SqlQueue, int],
+        largest: Mapping[SqlQueue, int] = {},
+        *,
+        older: bool = False,
+    ) -> None:
         """Refuse messages if one of the queues that they come into has no room for them."""
         limited = [queue for queue in added if queue.name in self.limited]
         loads = self._loads(limited)
         for queue in limited:
+            bytes_, most = added_bytes[queue], largest.get(queue, 0)
             load = loads[queue.number]
-            policy.check_room(queue.spec, *load, added[queue], added_bytes[queue])
+            policy.check_room(queue.spec, *load, added[queue], bytes_, largest=most, older=older)
 
     def drop_excess(
         self, now_ms: int, budget: int, queues: Iterable[SqlQueue] | None = None

@@ -441,6 +441,9 @@ class SettlingSuite(Suite):
         odd = broker.redrive("q", message_ids=ids[:5], where=lambda a: a["n"] in (1, 3, 9))
         assert odd == 2
         assert {d.attributes["n"] for d in self.take(99)} == {1, 3}
+        # It may call the broker.
+        assert broker.redrive("q", where=lambda _: broker.stats("q").failed == 8) == 8
+        assert self.depth()[4] == 0
 
     def test_what_failed_at_its_deadline_can_be_redriven_before_any_sweep(self) -> None:
         broker = self.start(max_attempts=1, lease_ms=1000)
