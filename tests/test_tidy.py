@@ -384,7 +384,7 @@ def test_files_and_functions_are_short() -> None:
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
     ".": 3_485,
-    "broker": 3_485,
+    "broker": 3_515,
     "cli": 3_325,
     "client": 2_430,
     "engines": 3_655,
@@ -395,18 +395,18 @@ BUDGETS = {
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 9_030,
+    "server": 9_040,
     "server/console": 1_895,
     "spark": 5_415,
-    "store": 1_870,
+    "store": 1_895,
     "store/codec": 1_380,
-    "store/kv": 6_485,
+    "store/kv": 6_495,
     "store/live": 2_445,
-    "store/sql": 8_685,
+    "store/sql": 8_700,
     "wire": 2_045,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_020, 46_950, 217, 14_060
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_110, 47_000, 217, 14_120
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
