@@ -395,8 +395,8 @@ BUDGETS = {
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 9_040,
-    "server/console": 1_895,
+    "server": 9_080,
+    "server/console": 1_905,
     "spark": 5_415,
     "store": 1_895,
     "store/codec": 1_380,
@@ -406,7 +406,7 @@ BUDGETS = {
     "wire": 2_045,
     "worker": 2_435,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_110, 47_000, 217, 14_120
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_150, 47_040, 217, 14_120
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

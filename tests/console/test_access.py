@@ -162,10 +162,13 @@ def test_sessions_are_bounded(stranger: Visitor, guarded: Server, tokens: dict[s
     stranger.log_in(tokens["root"])
     first = stranger.cookie
     assert guarded.console is not None
-    for _ in range(limits.CONSOLE_MAX_SESSIONS):
+    # A key alone has half of them.
+    most = limits.CONSOLE_MAX_SESSIONS // 2
+    for _ in range(most):
         stranger.cookie = ""
         stranger.log_in(tokens["root"])
-    assert len(guarded.console.sessions) == limits.CONSOLE_MAX_SESSIONS
+    # Other keys may have some, of the tests before.
+    assert most <= len(guarded.console.sessions) < most + 10
     assert stranger.get(cookie=first).status == 303
     assert stranger.get().status == 200
 
@@ -333,7 +336,7 @@ def test_a_store_that_does_not_answer_in_time(
     assert visitor.get().status == 200
     never: Future[None] = Future()
     monkeypatch.setattr(limits, "CONSOLE_MAX_ANSWER_MS", 100)
-    monkeypatch.setattr(server.console, "look", lambda _: wrap_future(never))
+    monkeypatch.setattr(server.console, "look", lambda *_: wrap_future(never))
     answer = visitor.get("queues/orders")
     assert (answer.status, "did not answer in time" in answer.text) == (503, True)
 

@@ -50,7 +50,7 @@ def next_event(answer: http.client.HTTPResponse) -> dict[str, Any]:
 
 def streams(server: Server) -> int:
     assert server.console is not None
-    return server.console.streams
+    return server.console.streams.total
 
 
 def test_a_change_is_sent_and_nothing_else(server: Server, visitor: Visitor) -> None:
@@ -77,14 +77,15 @@ def test_other_pages_are_live_too(visitor: Visitor, path: str) -> None:
         assert next_event(answer)
 
 
-def test_streams_are_bounded(
-    server: Server, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "CONSOLE_MAX_STREAMS", 2)
+def test_streams_are_bounded(server: Server, visitor: Visitor) -> None:
+    assert server.console is not None
+    server.console.streams.most = 4
     with stream(visitor) as first, stream(visitor) as second:
         next_event(first)
         next_event(second)
-        assert visitor.get("live").status == 503
+        refused = visitor.get("live")
+        assert refused.status == 503
+        assert "client at 127.0.0.1 has 2 of the server's 4 live pages" in refused.text
         assert visitor.get().status == 200
     wait_until(lambda: streams(server) == 0)
     with stream(visitor) as again:

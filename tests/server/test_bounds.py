@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock import Message, limits
 from penstock.broker.durability import Committer
-from penstock.errors import InvalidInput, StorageFailed
+from penstock.errors import ServerBusy, StorageFailed
 from penstock.server.batcher import Batcher
 from penstock.testing.checking import assert_clean
 
@@ -142,15 +142,16 @@ def test_a_wake_up_is_not_lost_with_who_left() -> None:
 
 
 def test_claims_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_ALL_WAITING_CLAIMS", 2)
+    monkeypatch.setattr(limits, "MAX_ALL_WAITING_CLAIMS", 4)
 
     async def story() -> None:
         with penstock.open("memory:") as broker:
             broker.create_queue("q")
             batcher = Batcher(broker, asyncio.get_running_loop())
             waiting = [batcher.claim("q", wait_ms=600_000) for _ in range(2)]
-            with pytest.raises(InvalidInput, match="2 claims wait already"):
+            with pytest.raises(ServerBusy, match="has 2 of the server's 4 waiting claims"):
                 batcher.claim("q", wait_ms=1)
+            assert not await batcher.claim("q", wait_ms=1, holder="another")
             assert not await batcher.claim("q")
             waiting[0].cancel()
             await asyncio.sleep(0)

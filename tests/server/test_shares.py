@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from asyncio import CancelledError
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,10 @@ from penstock.flight import client, tables
 from penstock.flight.client import FlightStore
 from penstock.flight.snapshots import Snapshot, Snapshots, TableParts, partition
 from penstock.server import running
+from penstock.server.batcher import Batcher
+from penstock.server.console.visits import Sessions
+from penstock.server.keys import Keys
+from penstock.server.metrics import Refusals
 from penstock.server.shares import Shares, Turns
 
 if TYPE_CHECKING:
@@ -247,3 +253,93 @@ def test_dataframes_that_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
         # The same action has the snapshot that it had.
         assert act("honest", "frame") is first
         known.close()
+
+
+# --- the other listeners --------------------------------------------------------------------------
+
+
+def test_claims_that_wait(
+    start: Callable[..., Any], keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_ALL_WAITING_CLAIMS", 8)
+
+    async def story(url: str) -> None:
+        async with (
+            penstock.connect_async(url, token=keys["worker"]) as hog,
+            penstock.connect_async(url, token=keys["viewer"]) as other,
+        ):
+            claims = [asyncio.ensure_future(hog.claim("orders", wait_ms=60_000)) for _ in range(9)]
+            refused, _ = await asyncio.wait(claims, return_when=asyncio.FIRST_EXCEPTION)
+            text = str(next(iter(refused)).exception())
+            assert "key 'worker' has 4 of the server's 8 waiting claims" in text
+            assert await other.claim("mail", wait_ms=1) == []
+            for each in claims:
+                each.cancel()
+            outcomes = await asyncio.gather(*claims, return_exceptions=True)
+            assert all(isinstance(each, ServerBusy | CancelledError) for each in outcomes)
+
+    with start(native="127.0.0.1:0") as server:
+        asyncio.run(story(server.location("native")))
+
+
+def test_looks_of_a_key_hold_up_nobody(broker: penstock.Broker) -> None:
+    looks = 0
+    go = threading.Event()
+
+    def look(_: penstock.Broker) -> None:
+        nonlocal looks
+        assert go.wait(60)
+        looks += 1
+
+    async def story() -> int:
+        batcher = Batcher(broker, asyncio.get_running_loop())
+        hogs = [batcher.call(look, holder="hog") for _ in range(500)]
+        # Though all of the hog's came before it, and none of those under way ends meanwhile.
+        stats = await batcher.call(lambda each: each.stats("orders"), holder="other")
+        assert stats.available == 0
+        before = looks
+        go.set()
+        await asyncio.gather(*hogs)
+        await batcher.close()
+        return before
+
+    assert asyncio.run(story()) == 0
+    assert looks == 500
+
+
+def test_console_sessions(
+    broker: penstock.Broker,
+    keys: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "CONSOLE_MAX_SESSIONS", 8)
+
+    async def story() -> None:
+        clock = ManualClock()
+        sessions = Sessions(Keys(tmp_path / "keys.toml"), clock, "store")
+        admin = await sessions.log_in(keys["root"])
+        assert admin is not None
+        mine = []
+        for _ in range(20):
+            clock.advance(1)
+            mine.append(await sessions.log_in(keys["worker"]))
+        assert sessions.lasts(admin)
+        assert [each is not None and sessions.lasts(each) for each in mine].count(True) == 4
+        assert mine[-1] is not None
+        assert sessions.lasts(mine[-1])
+        for session in (admin, *mine):
+            assert session is not None
+            sessions.end(session)
+        assert len(sessions) == sessions._places.total == 0
+
+    asyncio.run(story())
+
+
+def test_lines_about_clients_that_were_turned_away(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals(lambda *_: None, lambda: 0.0)
+    for number in range(200):
+        refusals.login("native", f"1.2.3.4:{number}", f"key-{number}", "no key")
+    assert len(caplog.records) == limits.MAX_REFUSAL_LINES // 2
+    refusals.login("native", "5.6.7.8:1", "key", "no key")
+    assert len(caplog.records) == limits.MAX_REFUSAL_LINES // 2 + 1

@@ -57,18 +57,19 @@ def call_of(service: SqsService) -> SqsCall:
 def test_bytes_are_bounded_and_the_oldest_go_first(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPT_BYTES", 30_000)
+    # A key alone has half of it.
+    monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPT_BYTES", 60_000)
     attempts = ReceiveAttempts()
     for number, each in enumerate(claimed(broker, 5, size=8_000)):
         attempts.remember("q.fifo", str(number), [each], 0)
         assert attempts.bytes <= 30_000
     assert [len(attempts.find("q.fifo", str(n), 1)) for n in range(5)] == [0, 0, 1, 1, 1]
-    attempts.remember("q.fifo", "huge", claimed(broker, 1, size=40_000), 0)
+    attempts.remember("q.fifo", "huge", claimed(broker, 1, size=80_000), 0)
     assert (len(attempts), attempts.bytes) == (0, 0)
 
 
 def test_number_and_time_are_bounded(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPTS", 2)
+    monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPTS", 3)
     attempts = ReceiveAttempts()
     first, second, third, fourth = claimed(broker, 4)
     for name, each in (("a", first), ("b", second), ("c", third)):
@@ -80,6 +81,17 @@ def test_number_and_time_are_bounded(broker: Broker, monkeypatch: pytest.MonkeyP
     assert attempts.find("q.fifo", "c", late_ms + 1) == []
     attempts.remember("q.fifo", "d", [fourth], late_ms + 1)
     assert len(attempts) == 1
+
+
+def test_each_key_has_its_own_oldest(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SQS_MAX_RECEIVE_ATTEMPTS", 4)
+    attempts = ReceiveAttempts()
+    mine, *others = claimed(broker, 9)
+    attempts.remember("q.fifo", "mine", [mine], 0, "honest")
+    for number, each in enumerate(others):
+        attempts.remember("q.fifo", str(number), [each], 0, "hog")
+    assert attempts.find("q.fifo", "mine", 0) == [mine]
+    assert len(attempts) == 3
 
 
 def test_an_attempt_that_is_made_anew_replaces_the_other(broker: Broker) -> None:

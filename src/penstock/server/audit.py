@@ -29,6 +29,7 @@ from penstock import limits
 from penstock.broker.broker import Broker
 from penstock.errors import InvalidInput
 from penstock.model import Collected
+from penstock.server.shares import holder_of
 from penstock.store.life import fields_text
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class Actor(NamedTuple):
     protocol: str
     key: str
     address: str
+
+    @property
+    def holder(self) -> str:
+        """The holder of the shares that its requests take."""
+        return holder_of(self.key, self.address)
 
 
 class AuditLog:

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from penstock import limits
 from penstock.broker.requests import Ack, Change, Claim, Joint, Publish
-from penstock.errors import BrokerClosed, InvalidInput, PenstockError
+from penstock.errors import BrokerClosed, PenstockError
 from penstock.packing import pack_messages
 from penstock.server.backup import ServerBackups
+from penstock.server.shares import Shares, Turns
 from penstock.server.waiting import MAX_CLAIMED, PushClaim, Subscriptions, WaitingClaim
 from penstock.store.codec.claimed import ClaimedMessages
 from penstock.validation import check_count, check_receipts, check_text
@@ -95,6 +96,7 @@ class Batcher:
         self._under_way = 0
         # Claims that may wait, from their request to their answer; and the parked ones, by queue.
         self._waiting: dict[WaitingClaim, Future[Any]] = {}
+        self._waits = Shares("waiting claims", limits.MAX_ALL_WAITING_CLAIMS)
         self._parked: dict[str, dict[WaitingClaim, None]] = {}
         self._subscriptions = Subscriptions()
         # Queues that other threads have woken, until the loop comes to them.
@@ -104,8 +106,8 @@ class Batcher:
         self.is_open = True
         # Set once the store is lost to this process: no request can be answered any more.
         self.lost = asyncio.Event()
-        self._callers = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="penstock-batcher")
-        self._lookers = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="penstock-look")
+        self._callers = Turns(CALL_THREADS, "penstock-batcher")
+        self._lookers = Turns(LOOK_THREADS, "penstock-look")
         # Jobs that those threads have been given.
         self._jobs: dict[Answer, concurrent.futures.Future[Any]] = {}
         # Requests by kind, and the threads that make the joint changes of a far store.
@@ -154,27 +156,26 @@ class Batcher:
         wait_ms: int = 0,
         consumer: str = "",
         admission: ClaimWait | PendingRequest | None = None,
+        holder: str = "",
     ) -> Future[ClaimedMessages]:
         """Claim, as :meth:`Broker.claim`; cancel the future when its client has gone.
 
-        A claim with an admission counts as admitted when it comes.
+        A claim with an admission counts as admitted when it comes. One that may wait takes of the
+        holder's share.
         """
         check_count(limit, "limit", 1, limits.MAX_CLAIM_LIMIT)
         check_count(wait_ms, "wait_ms", high=limits.MAX_WAIT_MS)
         check_text(consumer, "consumer", limits.MAX_CONSUMER_BYTES)
         if lease_ms is not None:
             check_count(lease_ms, "lease_ms", low=1, high=limits.MAX_LEASE_MS)
-        if wait_ms and len(self._waiting) >= limits.MAX_ALL_WAITING_CLAIMS:
-            raise InvalidInput(
-                f"{limits.MAX_ALL_WAITING_CLAIMS} claims wait already at this server: claim with "
-                "a shorter wait_ms"
-            )
         if not wait_ms or not self.is_open:
             return self._gather(Claim(queue, limit, lease_ms, consumer))
+        self._waits.take(holder)
         until = self._loop.time() + wait_ms / 1000
         claim = WaitingClaim(queue, limit, lease_ms, consumer, until=until, admission=admission)
         future = self._waiting[claim] = self._gather(claim)
         future.add_done_callback(lambda _: self._forget(claim))
+        future.add_done_callback(lambda _: self._waits.give(holder))
         return future
 
     def ack(
@@ -219,7 +220,7 @@ class Batcher:
             told = {"backup": name, "incremental": incremental}
             return work() if self.audit is None else self.audit.run(actor, "backup", told, work)
 
-        return self.call(make, long=True)
+        return self.call(make, long=True, holder=actor.holder)
 
     def take_back(self, receipts: list[str]) -> None:
         """Release messages that were claimed for a client that has gone.
@@ -259,13 +260,19 @@ class Batcher:
         """Make a change that the broker has prepared; it is given the time, and must be short."""
         return self._gather(Change(work))
 
-    def call(self, work: Callable[[Broker], T], *, long: bool = False) -> Future[T]:
-        """Do anything else with the broker, on a thread; ``long`` if it may take its time."""
+    def call(
+        self, work: Callable[[Broker], T], *, long: bool = False, holder: str = ""
+    ) -> Future[T]:
+        """Do anything else with the broker, on a thread; ``long`` if it may take its time.
+
+        The holders of shares take turns. Without one it is the server's own work.
+        """
         if not self.is_open:
             raise BrokerClosed("the server is stopping")
         # Threads keep a cancelled job until its turn comes: it must not keep the request.
         given = [work]
-        job = (self._callers if long else self._lookers).submit(lambda: given.pop()(self.broker))
+        threads = self._callers if long else self._lookers
+        job = threads.submit(holder, lambda: given.pop()(self.broker))
         future = asyncio.wrap_future(job, loop=self._loop)
         self._jobs[future] = job
 

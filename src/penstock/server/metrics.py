@@ -22,6 +22,7 @@ from penstock.clock import SystemClock
 from penstock.errors import PenstockError, QueueNotFound, StoreDamaged, needs_extra
 from penstock.histogram import SECONDS, Histogram
 from penstock.model import QueueStats
+from penstock.server.shares import Shares
 
 with needs_extra("server", "the server"):
     from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -458,6 +459,7 @@ class Refusals:
         self._seconds = seconds or SystemClock().seconds
         self._lock = threading.Lock()
         self._logged: set[tuple[str, ...]] = set()
+        self._lines = Shares("lines", limits.MAX_REFUSAL_LINES)
         self._until = 0.0
 
     def handshake(self, protocol: str, address: str, why: str) -> None:
@@ -486,9 +488,11 @@ class Refusals:
             if self._seconds() >= self._until:
                 self._until = self._seconds() + WINDOW_SECONDS
                 self._logged.clear()
-            if line in self._logged or len(self._logged) >= limits.MAX_REFUSAL_LINES:
+                self._lines = Shares("lines", limits.MAX_REFUSAL_LINES)
+            if line in self._logged or not self._lines.fits(host):
                 return
             self._logged.add(line)
+            self._lines.take(host)
         log.warning(message, extra={"fields": fields})
 
 

@@ -24,6 +24,7 @@ from penstock.clock import loop_seconds
 from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNotFound
 from penstock.model import Message
 from penstock.server.connections import Listener
+from penstock.server.shares import holder_of
 from penstock.server.waiting import ClaimWait
 from penstock.validation import check_count
 
@@ -257,6 +258,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
                     wait_ms=min(wait_ms or limits.MAX_WAIT_MS, limits.MAX_WAIT_MS),
                     consumer=_CONSUMER,
                     admission=wait,
+                    holder=holder_of("", self._slot.address),
                 )
                 deliveries = await self._batcher.claimed(claiming)
                 if wait_ms or not self._batcher.is_open:

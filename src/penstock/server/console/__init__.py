@@ -29,6 +29,7 @@ from penstock.server.console.figures import FILTERS, Figures
 from penstock.server.console.visits import HEADERS, HTML, OPEN, PREFIX, Visit
 from penstock.server.http import Response
 from penstock.server.security import told
+from penstock.server.shares import Shares
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ _FAULTS: Final = (
     (errors.NotAllowed, 403, "Not allowed"),
     (errors.BrokerClosed, 503, "The server is stopping"),
     (errors.StorageFailed, 503, "The store can't be used"),
+    (errors.ServerBusy, 503, "The server is busy"),
     (TimeoutError, 503, "The store did not answer in time: a change may have been made"),
     (errors.PenstockError, 400, "That can't be done"),
 )
@@ -73,7 +75,7 @@ class Console:
         self.site = next((each for each in SITES if (each / "index.html").is_file()), None)
         self.figures = Figures(server.broker, server.clock.seconds)
         self.began = server.clock.seconds()
-        self.streams = 0
+        self.streams = Shares("live pages", limits.CONSOLE_MAX_STREAMS)
         self._routes = [*overview.ROUTES, *queues.ROUTES, *messages.ROUTES]
         self._static = {path.name: path.read_bytes() for path in (HERE / "static").iterdir()}
         # The address of an asset names its content, so that browsers may keep it.
@@ -109,15 +111,16 @@ class Console:
 
     # --- for the pages -------------------------------------------------------------------------
 
-    def look(self, work: Callable[[Broker], T]) -> Future[T]:
-        """Read from the store, on a thread."""
-        return self.server.batcher.call(work)
+    def look(self, visit: Visit, work: Callable[[Broker], T]) -> Future[T]:
+        """Read from the store for a visitor, on a thread."""
+        return self.server.batcher.call(work, holder=visit.holder)
 
     def change(self, visit: Visit, work: Callable[[Broker], T]) -> Future[T]:
         """Change the store for a visitor, on a thread for work that may take its time."""
         batcher, request = self.server.batcher, visit.request
         actor = Actor("console", visit.principal.key_id, request.peer)
-        return batcher.call(audited(batcher.audit, actor, work), long=True)
+        work = audited(batcher.audit, actor, work)
+        return batcher.call(work, long=True, holder=visit.holder)
 
     def render(self, template: str, visit: Visit, *, status: int = 200, **values: Any) -> Response:
         """Make a page of a template; for a request of htmx only the block of its target."""
@@ -138,8 +141,8 @@ class Console:
         Its keys are the ``data-live`` of elements of the page, its values their text, or the
         points of a line.
         """
-        if self.streams >= limits.CONSOLE_MAX_STREAMS:
-            return Response(503, b"too many pages are shown live\n")
+        if not self.streams.fits(visit.holder):
+            return Response(503, f"{self.streams.refusal(visit.holder)}\n".encode())
         kind = "text/event-stream"
         return Response(200, b"", kind, HEADERS, stream=self._events(visit, read))
 
@@ -147,7 +150,7 @@ class Console:
         self, visit: Visit, read: Callable[[], Awaitable[dict[str, str]]]
     ) -> AsyncGenerator[bytes, None]:
         known: dict[str, str] = {}
-        self.streams += 1
+        self.streams.take(visit.holder)
         try:
             while self.sessions.lasts(visit.session):
                 visit.check()
@@ -163,7 +166,7 @@ class Console:
             # The key has lost the permission.
             return
         finally:
-            self.streams -= 1
+            self.streams.give(visit.holder)
 
     def beside(self, sqs: Handler | None) -> Handler:
         """Return the handler of ``GET /``: SQS clients, if there are any, name an action."""

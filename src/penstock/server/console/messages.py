@@ -173,7 +173,7 @@ async def message_page(console: Console, visit: Visit) -> Response:
         visit.principal.check_any(SEE, asked)
     now_ms = console.server.clock.now_ms()
     found = await console.look(
-        lambda broker: find_message(broker, queue, message_id, visit.may_see, asked)
+        visit, lambda broker: find_message(broker, queue, message_id, visit.may_see, asked)
     )
     body = None if found.here is None else found.here.payload
     shown = None if body is None else preview(body, visit.query.get("view", ""))
@@ -185,7 +185,7 @@ async def message_page(console: Console, visit: Visit) -> Response:
 async def payload(console: Console, visit: Visit) -> Response:
     """Send a payload as a file, which no browser shows as a page."""
     queue, message_id = visit.queue, _message_id(visit)
-    page = await console.look(lambda broker: broker.browse(queue, message_id=message_id))
+    page = await console.look(visit, lambda broker: broker.browse(queue, message_id=message_id))
     if not page or page[0].payload is None:
         raise NoSuchPage(f"Queue {queue} does not have message {message_id}.")
     disposition = ("content-disposition", f'attachment; filename="message-{message_id}.bin"')
@@ -258,7 +258,7 @@ def _do(broker: Broker, queue: str, wish: Wish) -> int:
 
 async def act(console: Console, visit: Visit) -> Response:
     """Ask whether messages are to be redriven, moved or purged; do it once that is confirmed."""
-    wish = await console.look(lambda broker: _read_wish(broker, visit))
+    wish = await console.look(visit, lambda broker: _read_wish(broker, visit))
     if "confirmed" not in visit.form:
         return console.render("confirm.html", visit, queue=visit.queue, wish=wish)
     count = await console.change(visit, lambda broker: _do(broker, visit.queue, wish))

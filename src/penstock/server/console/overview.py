@@ -177,7 +177,7 @@ def _health(console: Console, broker: Broker) -> Facts:
             "Bytes in hand": size(server.connections.held_bytes),
             "Claims that wait": number(server.batcher.parked),
             "Console logins": number(len(console.sessions)),
-            "Pages shown live": number(console.streams),
+            "Pages shown live": number(console.streams.total),
         },
     }
     if healthy(broker):
@@ -230,7 +230,7 @@ _FACTS: Final = {"health": _health, "pipeline": _pipeline}
 async def facts(console: Console, visit: Visit) -> Response:
     """Show how the server and its store are, or how far the log is routed."""
     read = _FACTS[visit.page]
-    parts = await console.look(lambda broker: read(console, broker))
+    parts = await console.look(visit, lambda broker: read(console, broker))
     why = without_password(console.server.unready or "")
     return console.render("facts.html", visit, parts=parts, unready=why)
 
@@ -240,7 +240,7 @@ async def facts_live(console: Console, visit: Visit) -> Response:
     read = _FACTS[visit.page]
 
     async def cells() -> dict[str, str]:
-        parts = await console.look(lambda broker: read(console, broker))
+        parts = await console.look(visit, lambda broker: read(console, broker))
         return {
             f"{title}:{name}": each for title, part in parts.items() for name, each in part.items()
         }

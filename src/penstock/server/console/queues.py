@@ -182,7 +182,7 @@ async def _page(
 ) -> Response:
     """Show a page of a queue: its settings and figures, and what ``read`` gives."""
     spec, stats, found = await console.look(
-        lambda broker: (broker.queue(visit.queue), broker.stats(visit.queue), read(broker))
+        visit, lambda broker: (broker.queue(visit.queue), broker.stats(visit.queue), read(broker))
     )
     values |= {"spec": spec, "figures": figures(console, stats), "max_rows": MAX_ROWS, **found}
     return console.render(template, visit, now_ms=console.server.clock.now_ms(), **values)
@@ -246,7 +246,7 @@ async def queue_live(console: Console, visit: Visit) -> Response:
     """Stream the figures of a queue."""
 
     async def read() -> dict[str, str]:
-        return figures(console, await console.look(lambda broker: broker.stats(visit.queue)))
+        return figures(console, await console.look(visit, lambda broker: broker.stats(visit.queue)))
 
     return console.live(visit, read)
 
@@ -330,7 +330,7 @@ def _default_of(name: str) -> str:
 async def _spec_of(console: Console, visit: Visit) -> QueueSpec:
     """Return the settings of the page's queue; without one they are those of a new queue."""
     if "queue" in visit.names:
-        return await console.look(lambda broker: broker.queue(visit.queue))
+        return await console.look(visit, lambda broker: broker.queue(visit.queue))
     if not any(action == "admin" for action, _ in visit.principal.grants):
         visit.principal.check("admin")
     return QueueSpec(name="", filter="")
@@ -419,7 +419,7 @@ async def _check_filter(console: Console, visit: Visit, text: str) -> dict[str, 
     if not text:
         return {"checked": ""}
     try:
-        compiled = await console.look(lambda _: parse(text))
+        compiled = await console.look(visit, lambda _: parse(text))
     except InvalidFilter as error:
         lines = text.split("\n")
         line = lines[min(error.line, len(lines)) - 1]
@@ -429,7 +429,7 @@ async def _check_filter(console: Console, visit: Visit, text: str) -> dict[str, 
     looked, matches = 0, None
     # The log has messages of all queues.
     if visit.may_see():
-        looked, matches = await console.look(lambda broker: try_filter(broker, compiled))
+        looked, matches = await console.look(visit, lambda broker: try_filter(broker, compiled))
     values = {"looked": looked, "matches": matches, "shown": MATCHES_SHOWN}
     return {"checked": text, "wrong": None, **values}
 

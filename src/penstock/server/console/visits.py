@@ -19,6 +19,7 @@ from penstock import limits
 from penstock.errors import InvalidInput
 from penstock.server.http import Request, Response
 from penstock.server.security import ANYONE, Principal
+from penstock.server.shares import Shares, holder_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -84,6 +85,7 @@ class Sessions:
         # Cookies are by host, whatever the port: each store has a name of its own.
         self.cookie = f"penstock_{store_id[-12:]}"
         self._sessions: dict[str, Session] = {}
+        self._places = Shares("sessions", limits.CONSOLE_MAX_SESSIONS)
         self._shared = Session("", ANYONE, _token(), 0.0, 0.0)
 
     def __len__(self) -> int:
@@ -102,10 +104,12 @@ class Sessions:
             return None
         now = self._clock.seconds()
         session = Session(_token(), principal, _token(), now, now)
+        holder = holder_of(principal.key_id)
+        while (leaves := self._places.who_makes_way(holder)) is not None:
+            theirs = (s for s in self._sessions.values() if holder_of(s.principal.key_id) == leaves)
+            self.end(min(theirs, key=lambda each: each.seen))
+        self._places.take(holder)
         self._sessions[session.token] = session
-        if len(self._sessions) > limits.CONSOLE_MAX_SESSIONS:
-            oldest = min(self._sessions.values(), key=lambda each: each.seen)
-            del self._sessions[oldest.token]
         return session
 
     def of(self, request: Request) -> Session | None:
@@ -132,7 +136,8 @@ class Sessions:
 
     def end(self, session: Session) -> None:
         """Forget a session."""
-        self._sessions.pop(session.token, None)
+        if self._sessions.pop(session.token, None) is not None:
+            self._places.give(holder_of(session.principal.key_id))
 
     def set_cookie(self, request: Request, session: Session | None) -> tuple[str, str]:
         """Return the header that gives a browser its cookie; None: that takes it away."""
@@ -180,6 +185,11 @@ class Visit(msgspec.Struct):
     def principal(self) -> Principal:
         """The visitor."""
         return self.session.principal
+
+    @property
+    def holder(self) -> str:
+        """The holder of the shares that the visit takes."""
+        return holder_of(self.principal.key_id, self.request.peer)
 
     @property
     def queue(self) -> str:

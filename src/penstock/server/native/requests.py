@@ -132,7 +132,8 @@ def _call(
             check(principal, request)
             return watched(broker)
 
-        return batcher.call(checked, long=type(request) in wire.LONG)
+        holder = _actor(pending, principal).holder
+        return batcher.call(checked, long=type(request) in wire.LONG, holder=holder)
 
     return run
 
@@ -186,7 +187,8 @@ def _explain(batcher: Batcher, pending: PendingRequest, principal: Principal) ->
         return principal.may("consume", queue) or principal.may("admin", queue)
 
     fields = _fields(pending.request)
-    return batcher.call(lambda broker: broker.explain_to(sees, **fields))
+    holder = _actor(pending, principal).holder
+    return batcher.call(lambda broker: broker.explain_to(sees, **fields), holder=holder)
 
 
 def _publish(batcher: Batcher, pending: PendingRequest, principal: Principal) -> None:
@@ -197,9 +199,10 @@ def _publish(batcher: Batcher, pending: PendingRequest, principal: Principal) ->
     batcher.submit(Publish(request.messages, request.queue), pending)
 
 
-def _claim(batcher: Batcher, pending: PendingRequest, _: Principal) -> Future[Any]:
+def _claim(batcher: Batcher, pending: PendingRequest, principal: Principal) -> Future[Any]:
     admission = None if pending.until is None else pending
-    return batcher.claim(**_fields(pending.request), admission=admission)
+    holder = "" if admission is None else _actor(pending, principal).holder
+    return batcher.claim(**_fields(pending.request), admission=admission, holder=holder)
 
 
 def _ack(batcher: Batcher, pending: PendingRequest, principal: Principal) -> None:

@@ -20,6 +20,7 @@ from penstock.errors import LimitReached, QueueNotFound
 from penstock.server.audit import Actor, audited
 from penstock.server.http import Response
 from penstock.server.security import ANYONE, Principal
+from penstock.server.shares import Shares
 from penstock.server.sqs import messages, queues
 from penstock.wire.sqs import protocol, signature
 from penstock.wire.sqs import queues as wire
@@ -121,7 +122,12 @@ class SqsCall(NamedTuple):
     def change(self, work: Callable[[Broker], T], *, long: bool = False) -> asyncio.Future[T]:
         """Do something with the broker that the audit log is to know of."""
         batcher = self.sqs.batcher
-        return batcher.call(audited(batcher.audit, self.actor, work), long=long)
+        work = audited(batcher.audit, self.actor, work)
+        return batcher.call(work, long=long, holder=self.actor.holder)
+
+    def look(self, work: Callable[[Broker], T]) -> asyncio.Future[T]:
+        """Read from the broker, in turn with others."""
+        return self.sqs.batcher.call(work, holder=self.actor.holder)
 
     def queue_of(self, request: SqsRequest, *actions: str) -> str:
         """Return the name of a request's queue, on which one of the actions must be allowed."""
@@ -213,20 +219,28 @@ class _Attempt(NamedTuple):
     at_ms: int
     size: int
     deliveries: list[Delivery]
+    holder: str
 
 
 class ReceiveAttempts:
     """The deliveries of receives by ReceiveRequestAttemptId, since a client may ask again.
 
     Bounded in number, bytes and time: the oldest go first, and asked again they are new receives.
+    Each holder of a share has its own oldest.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], _Attempt] = {}
-        self.bytes = 0
+        self._count = Shares("attempts", limits.SQS_MAX_RECEIVE_ATTEMPTS)
+        self._bytes = Shares("bytes of attempts", limits.SQS_MAX_RECEIVE_ATTEMPT_BYTES)
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all that is remembered."""
+        return self._bytes.total
 
     def find(self, queue: str, attempt: str, now_ms: int) -> list[Delivery]:
         """Return the deliveries of an attempt, if it is remembered."""
@@ -235,25 +249,28 @@ class ReceiveAttempts:
             return []
         return kept.deliveries
 
-    def remember(self, queue: str, attempt: str, deliveries: list[Delivery], now_ms: int) -> None:
+    def remember(
+        self, queue: str, attempt: str, deliveries: list[Delivery], now_ms: int, holder: str = ""
+    ) -> None:
         """Keep the deliveries of an attempt."""
         self._drop((queue, attempt))
         size = sum(_size_of(each) for each in deliveries)
-        self._kept[queue, attempt] = _Attempt(now_ms, size, deliveries)
-        self.bytes += size
-        while self._kept:
-            oldest = next(iter(self._kept))
-            if (
-                now_ms - self._kept[oldest].at_ms <= limits.SQS_RECEIVE_ATTEMPT_MS
-                and len(self._kept) <= limits.SQS_MAX_RECEIVE_ATTEMPTS
-                and self.bytes <= limits.SQS_MAX_RECEIVE_ATTEMPT_BYTES
-            ):
-                break
+        before_ms = now_ms - limits.SQS_RECEIVE_ATTEMPT_MS
+        while self._kept and self._kept[oldest := next(iter(self._kept))].at_ms < before_ms:
             self._drop(oldest)
+        for shares, more in ((self._count, 1), (self._bytes, size)):
+            while (leaves := shares.who_makes_way(holder, more)) is not None:
+                self._drop(next(key for key, each in self._kept.items() if each.holder == leaves))
+        if self._bytes.fits(holder, size):
+            self._count.take(holder)
+            self._bytes.take(holder, size)
+            self._kept[queue, attempt] = _Attempt(now_ms, size, deliveries, holder)
 
     def _drop(self, key: tuple[str, str]) -> None:
         kept = self._kept.pop(key, None)
-        self.bytes -= 0 if kept is None else kept.size
+        if kept is not None:
+            self._count.give(kept.holder)
+            self._bytes.give(kept.holder, kept.size)
 
 
 def _size_of(delivery: Delivery) -> int:

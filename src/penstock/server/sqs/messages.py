@@ -312,7 +312,8 @@ async def receive(call: SqsCall, request: SqsRequest) -> Answer:
     if not deliveries:
         return {}
     if attempt and claimed:
-        call.sqs.attempts.remember(name, attempt, claimed, call.sqs.clock.now_ms())
+        now_ms, holder = call.sqs.clock.now_ms(), call.actor.holder
+        call.sqs.attempts.remember(name, attempt, claimed, now_ms, holder)
     wanted = request.message_attribute_names or ()
     return {
         "Messages": [
@@ -329,7 +330,13 @@ async def _claim(
     consumer = call.principal.key_id or call.http.peer
     wait = ClaimWait()
     claiming = call.sqs.batcher.claim(
-        name, limit=limit, lease_ms=lease_ms, wait_ms=wait_ms, consumer=consumer, admission=wait
+        name,
+        limit=limit,
+        lease_ms=lease_ms,
+        wait_ms=wait_ms,
+        consumer=consumer,
+        admission=wait,
+        holder=call.actor.holder,
     )
     call.http.on_left = claiming.cancel
     try:

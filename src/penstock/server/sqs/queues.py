@@ -138,7 +138,7 @@ async def get_attributes(call: SqsCall, request: SqsRequest) -> Answer:
             raise SqsFault.attribute_name(each)
     counted = any(each == "All" or each.startswith("Approximate") for each in names)
     # Of all queues: on SQL the settings of one may be older than another server's change.
-    specs, stats = await call.sqs.batcher.call(
+    specs, stats = await call.look(
         lambda broker: (broker.queues(), broker.stats(name) if counted else None)
     )
     spec = next((each for each in specs if each.name == name), None)
