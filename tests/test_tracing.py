@@ -101,12 +101,14 @@ def test_an_embedded_message_is_one_trace(broker: Broker, spans: Callable[[], li
 
 
 def test_a_message_through_a_server_is_one_trace(spans: Callable[[], list[Any]]) -> None:
+    seen: list[tuple[Any, ...]] = []
     with running("memory:", native="127.0.0.1:0") as server:
         url = server.location("native")
         with penstock.connect(url, tracing=True) as client:
             client.create_queue("q")
-            client.send("q", b"x")
-            work(client, lambda _: None)
+            client.send("q", b"x", priority=3, attributes={"priority": "high"})
+            work(client, lambda each: seen.append((each.priority, each.attributes["priority"])))
+    assert seen == [(3, "high")]
     publish, process = spans()
     assert (publish.name, publish.kind) == ("publish q", SpanKind.PRODUCER)
     assert (process.name, process.kind) == ("process q", SpanKind.CONSUMER)

@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.errors import InvalidMessage, needs_extra
 from penstock.model import Message
+from penstock.packing import attributes_to
 from penstock.validation import check_attributes, check_messages
 
 if TYPE_CHECKING:
@@ -128,8 +129,25 @@ def publishing(messages: Iterable[Message], queue: str | None = None) -> Iterato
         yield stamp(batch, span)
 
 
-def _sent(queue: str, payload: bytes, attributes: dict[str, Value]) -> Message:
-    return Message(payload, {**attributes, "queue": queue})
+@contextmanager
+def sending(
+    queue: str,
+    payload: bytes,
+    /,
+    attributes: Mapping[str, Value] | None = None,
+    group: str = "",
+    priority: int = 0,
+    delay_ms: int = 0,
+    dedup_id: str | None = None,
+    **more: Value,
+) -> Iterator[dict[str, Any]]:
+    """Make the span of a send; give its options, with the span's context."""
+    given = attributes_to(queue, attributes, more)
+    sent = Message(payload, given, group, priority, delay_ms, dedup_id)
+    with publishing([sent], queue) as (message,):
+        options = msgspec.structs.asdict(message)
+        del options["payload"]
+        yield options
 
 
 class _TracedVerbs:
@@ -139,9 +157,9 @@ class _TracedVerbs:
         with publishing(messages) as batch:
             return super().publish(batch)  # type: ignore[misc]
 
-    def send(self, queue: str, payload: bytes, /, **attributes: Value) -> Any:
-        with publishing([_sent(queue, payload, attributes)], queue) as (message,):
-            return super().send(queue, payload, **message.attributes)  # type: ignore[misc]
+    def send(self, queue: str, payload: bytes, /, **given: Any) -> Any:
+        with sending(queue, payload, **given) as options:
+            return super().send(queue, payload, **options)  # type: ignore[misc]
 
 
 class _TracedAsyncVerbs:
@@ -151,9 +169,9 @@ class _TracedAsyncVerbs:
         with publishing(messages) as batch:
             return await super().publish(batch)  # type: ignore[misc]
 
-    async def send(self, queue: str, payload: bytes, /, **attributes: Value) -> Any:
-        with publishing([_sent(queue, payload, attributes)], queue) as (message,):
-            return await super().send(queue, payload, **message.attributes)  # type: ignore[misc]
+    async def send(self, queue: str, payload: bytes, /, **given: Any) -> Any:
+        with sending(queue, payload, **given) as options:
+            return await super().send(queue, payload, **options)  # type: ignore[misc]
 
 
 @cache

@@ -146,6 +146,7 @@ def test_payloads_and_attributes(shell: Shell, tmp_path: Path) -> None:
     assert by_payload[None]["payload_base64"] == "/wA="
     assert "piped" in by_payload
     assert "2 bytes" in shell.ok("browse", "orders")
+    assert "sent to 'orders'" in shell.refused("send", "orders", "x", "-a", "queue=other")
 
 
 def test_lines(shell: Shell) -> None:

@@ -40,7 +40,7 @@ from penstock.errors import (
 )
 from penstock.filters import Row, default_filter, parse
 from penstock.model import LeaseRequest, Message, Ordering, QueueSpec, State
-from penstock.packing import pack_messages
+from penstock.packing import attributes_to, pack_messages
 from penstock.store.contract import FiltersChanged
 from penstock.validation import (
     check_count,
@@ -225,9 +225,25 @@ class Broker(BrokerBase):
         """
         return self._publish(pack_messages(messages), None)
 
-    def send(self, queue: str, payload: bytes, /, **attributes: Value) -> int:
-        """Publish one message straight to a queue; keyword arguments are its attributes."""
-        batch = pack_messages([Message(payload, {**attributes, "queue": queue})])
+    def send(
+        self,
+        queue: str,
+        payload: bytes,
+        /,
+        *,
+        delay_ms: int = 0,
+        priority: int = 0,
+        group: str = "",
+        dedup_id: str | None = None,
+        attributes: Mapping[str, Value] | None = None,
+        **more: Value,
+    ) -> int:
+        """Publish one message straight to a queue: the parameters are the fields of Message.
+
+        Other keyword arguments are attributes, too.
+        """
+        given = attributes_to(queue, attributes, more)
+        batch = pack_messages([Message(payload, given, group, priority, delay_ms, dedup_id)])
         return self._publish(batch, queue)[0]
 
     def _publish(self, batch: list[PackedMessage], target: str | None) -> list[int]:

@@ -22,6 +22,7 @@ from penstock.errors import InvalidMessage
 from penstock.filters import Row, parse
 from penstock.limits import MAX_BROWSE_LIMIT
 from penstock.model import LogRecord, Message, State, SweepCounts
+from penstock.packing import attributes_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ def publish(store: str, **given: Any) -> None:
 @common.store_option
 def send(store: str, queue: str, **given: Any) -> None:
     """Publish straight to one queue."""
-    given["attributes"]["queue"] = queue
+    given["attributes"] = attributes_to(queue, given["attributes"], {})
     batches = _batches(**given)
     with open_store(store) as broker:
         _publish(broker, _checked(broker, queue, batches))

@@ -55,7 +55,7 @@ from penstock.model import (
     SweepCounts,
     Value,
 )
-from penstock.packing import pack_messages
+from penstock.packing import attributes_to, pack_messages
 from penstock.store.codec.claimed import read_claimed
 from penstock.validation import (
     check_assignments,
@@ -141,9 +141,21 @@ def publish(messages: Iterable[Message]) -> Call[list[int]]:
     return Call(wire.Publish(0, pack_messages(messages)), list[int], Repeat.DEDUPED)
 
 
-def send(queue: str, payload: bytes, /, **attributes: Value) -> Call[int]:
-    """Publish one message straight to a queue; keyword arguments are its attributes."""
-    batch = pack_messages([Message(payload, {**attributes, "queue": queue})])
+def send(
+    queue: str,
+    payload: bytes,
+    /,
+    *,
+    delay_ms: int = 0,
+    priority: int = 0,
+    group: str = "",
+    dedup_id: str | None = None,
+    attributes: Mapping[str, Value] | None = None,
+    **more: Value,
+) -> Call[int]:
+    """Publish one message straight to a queue; see :meth:`Broker.send`."""
+    given = attributes_to(queue, attributes, more)
+    batch = pack_messages([Message(payload, given, group, priority, delay_ms, dedup_id)])
     request = wire.Publish(0, batch, queue)
     return Call(request, list[int], Repeat.DEDUPED, lambda ids: ids[0])
 

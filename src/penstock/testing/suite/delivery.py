@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import pytest
+
+from penstock.errors import InvalidMessage
 from penstock.model import Message, OutcomeStatus, State
 from penstock.testing.suite.base import YEAR_MS, Suite, message, receipts_of
 
@@ -49,6 +53,33 @@ class DeliverySuite(Suite):
         delivery = self.take_one()
         assert (delivery.message_id, delivery.payload) == (message_id, b"one")
         assert delivery.attributes == {"queue": "q", "kind": "x"}
+
+    def test_send_takes_every_field_of_a_message(self) -> None:
+        broker = self.start()
+        late = broker.send("q", b"late", delay_ms=1_000)
+        first = broker.send(
+            "q", b"1", group="a", priority=3, dedup_id="once", attributes={"group": 5}, kind="x"
+        )
+        assert broker.send("q", b"2", dedup_id="once") == first
+        delivery = self.take_one()
+        assert (delivery.message_id, delivery.payload) == (first, b"1")
+        assert (delivery.group, delivery.priority) == ("a", 3)
+        assert delivery.attributes == {"queue": "q", "group": 5, "kind": "x"}
+        assert self.take() == []
+        self.clock.advance(1_000)
+        assert self.take_one().message_id == late
+        wrong: list[tuple[str, dict[str, Any]]] = [
+            ("sent to 'q'.* not 'other'", {"queue": "other"}),
+            ("sent to 'q'.* not 'other'", {"attributes": {"queue": "other"}}),
+            ("must be a mapping, not list", {"attributes": ["kind"]}),
+            ("'kind' is given twice", {"attributes": {"kind": 1}, "kind": 1}),
+            ("priority", {"priority": 256}),
+            ("delay_ms", {"delay_ms": -1}),
+            ("group", {"group": 5}),
+        ]
+        for text, options in wrong:
+            with pytest.raises(InvalidMessage, match=text):
+                broker.send("q", b"", **options)
 
     def test_empty_and_large_payloads(self) -> None:
         self.start()
