@@ -7,6 +7,7 @@ while, its log has two lines, and afterwards nothing is lost or doubled.
 from __future__ import annotations
 
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,28 @@ def test_what_hangs_may_have_been_done_and_says_so(own_postgres: PostgresServer)
         assert "may or may not" not in said
         assert broker.stats("q").available == sent
         assert_clean(broker)
+
+
+def test_a_worker_that_is_stopped_at_once_does_not_wait(
+    own_postgres: PostgresServer,
+) -> None:
+    url = own_postgres.url(own_postgres.create())
+    done: list[bytes] = []
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q")
+        broker.send("q", b"before")
+    worker = penstock.Worker(url, "q", lambda each: done.append(each.payload)).start()
+    wait_until(lambda: worker.stats().processed)
+    with own_postgres.frozen():
+        claiming = worker._claimers[0]
+        # Until the claim that waits looks again, or the next one does: then it hangs.
+        threading.Event().wait(1)
+        worker.stop()
+        worker.stop(at_once=True)
+        # Its calls last for a minute.
+        assert worker.join(LONG_S * 1000)
+        assert claiming.is_alive()
+    wait_until(lambda: not claiming.is_alive())
 
 
 def test_maintenance_has_longer(url: str, postgres: PostgresServer) -> None:

@@ -49,6 +49,7 @@ class Spied:
         self._clock = SystemClock()
         self.calls: dict[str, list[int]] = {}
         self.failing: set[str] = set()
+        self.error: Exception = StorageFailed("it does not work today")
         # Calls of these wait until they are taken out.
         self.held: set[str] = set()
 
@@ -63,7 +64,7 @@ class Spied:
             while name in self.held and self._clock.seconds() < until:
                 threading.Event().wait(0.005)
             if name in self.failing:
-                raise StorageFailed(f"{name} does not work today")
+                raise self.error
             return verb(first, **options)
 
         return called

@@ -15,6 +15,7 @@ from penstock import (
     BrokerClosed,
     Delivery,
     InvalidInput,
+    InvalidUrl,
     ManualClock,
     NotAllowed,
     QueueNotFound,
@@ -152,6 +153,25 @@ def test_a_stop_does_not_wait_for_a_pause_to_end(broker: Broker, clock: ManualCl
     wait_until(lambda: not stopping.is_alive())
     assert left == [0]
     assert broker.stats("q").done == 1
+
+
+def test_a_connection_that_can_not_be_made_drops_no_settlement(
+    broker: Broker, clock: ManualClock
+) -> None:
+    spy = Spied(broker)
+    spy.failing, spy.error = (
+        {"ack"},
+        InvalidUrl("too many connections"),
+    )
+    fill(broker, "q", 1)
+    (claimed,) = broker.claim("q")
+    settler = settler_of(cast("Broker", spy), clock)
+    settler.start()
+    settler.put(ACK, [claimed.receipt], hurry=True)
+    wait_until(lambda: (clock.advance(1_000), len(spy.calls.get("ack", [])) >= 3)[1])
+    spy.failing = set()
+    wait_until(lambda: (clock.advance(1_000), broker.stats("q").done)[1])
+    assert settler.finish(5_000) == 0
 
 
 def test_acks_do_not_wait_for_releases_of_many_kinds(broker: Broker, clock: ManualClock) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock import Broker, Delivery
 
 MINUTE_MS = 60_000
+LONG_MS = 10 * MINUTE_MS
 
 
 @pytest.fixture
@@ -415,6 +416,29 @@ def test_what_does_not_end_is_cut_off(broker: Broker, kind: str, how: str) -> No
     gate.open.set()
     wait_until(lambda: worker.stats().in_progress == 0)
     assert broker.stats("q").done == 0
+
+
+@pytest.mark.parametrize("clocks", ["real", "store's manual", "both manual"])
+def test_a_stop_ends_the_claim_that_waits(
+    broker: Broker, still: Broker, clock: ManualClock, clocks: str
+) -> None:
+    store = broker if clocks == "real" else still
+    own = clock if clocks == "both manual" else None
+    fill(store, "q", 1)
+    worker = Worker(store, "q", lambda _: None, wait_ms=LONG_MS, clock=own).start()
+    wait_until(lambda: worker.stats().processed == 1)
+    # Another that waits goes on.
+    others: list[Delivery] = []
+    other = threading.Thread(
+        target=lambda: others.extend(store.claim("q", wait_ms=LONG_MS)), daemon=True
+    )
+    other.start()
+    wait_until(lambda: store._runner._waiters)
+    worker.stop()
+    wait_until(lambda: worker.join(100))
+    fill(store, "q", 1)
+    other.join()
+    assert len(others) == 1
 
 
 def test_a_worker_stops_itself_from_a_handler(broker: Broker) -> None:

@@ -105,6 +105,7 @@ class Broker(BrokerBase):
         self._checkpoint = checkpoint
         self._restoring = threading.Lock()
         self.routed_batches = deque(maxlen=SHOWN_BATCHES)
+        self._waits = threading.local()
         self._router = Router(store, dedup_window_ms)
         self._consumers: WeakSet[Consumer] = WeakSet()
         self._settlers: WeakSet[Settler] = WeakSet()
@@ -272,7 +273,11 @@ class Broker(BrokerBase):
             check_count(lease_ms, "lease_ms", 1, limits.MAX_LEASE_MS)
         taken: list[Delivery] = []
 
-        def take(now_ms: int) -> list[Delivery]:
+        def take(now_ms: int) -> list[Delivery] | bool:
+            given_up = getattr(self._waits, "given_up", None)
+            if given_up is not None and given_up():
+                # Anything ends the wait.
+                return True
             held_ms = self._store.spec(queue).lease_ms if lease_ms is None else lease_ms
             want = LeaseRequest(limit, held_ms, consumer, self._clock.lease_id())
             nonlocal taken
@@ -280,13 +285,14 @@ class Broker(BrokerBase):
             return taken
 
         try:
-            return self._runner.apply(take, queue=queue, wait_ms=wait_ms)
+            self._runner.apply(take, queue=queue, wait_ms=wait_ms)
         except BaseException:
             # An interrupt, or a store that could not be synced: nobody gets to see the messages.
             if taken:
                 with suppress(Exception):
                     self.release([each.receipt for each in taken], unseen=True)
             raise
+        return taken
 
     def consume(
         self,

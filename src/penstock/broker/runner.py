@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -419,6 +420,11 @@ class Runner:
             soonest_ms = self._store.soonest_ms()
             if soonest_ms is not None and soonest_ms < self._alarm_at_ms:
                 self._alarm.wake()
+
+    def rouse(self, queue: str) -> None:
+        """Let all claims that wait for messages of a queue look again."""
+        with self._lock:
+            self._wake({queue: sys.maxsize}, None)
 
     def _wakes(self, queue: str) -> tuple[_Waiters | None, int]:
         """Return a mark that differs once the queue is woken again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import pairwise
@@ -32,8 +33,8 @@ from penstock.validation import (
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from threading import Lock
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from threading import Lock, local
 
     from penstock.broker.durability import Durability, OnDurable
     from penstock.broker.requests import Check, Joint, RequestRunner
@@ -170,6 +171,8 @@ class BrokerBase(StoreReader):
     _clock: Clock
     _router: Router
     _runner: Runner
+    # Of each thread: when its claims wait no longer.
+    _waits: local
     # Held by a restore, and by a collection.
     _restoring: Lock
     # The last batches that a pipeline has assigned through this broker, the newest first.
@@ -435,6 +438,22 @@ class BrokerBase(StoreReader):
         It is called with the broker's lock held: it must only pass it on.
         """
         self._runner.listen(on_woken)
+
+    @contextmanager
+    def claiming_until(self, given_up: Callable[[], bool]) -> Iterator[None]:
+        """Let claims that this thread makes inside wait no longer than until a condition holds.
+
+        Whoever makes it hold calls :meth:`rouse`.
+        """
+        self._waits.given_up = given_up
+        try:
+            yield
+        finally:
+            del self._waits.given_up
+
+    def rouse(self, queue: str) -> None:
+        """Let all claims that wait for messages of a queue look whether they go on waiting."""
+        self._runner.rouse(queue)
 
     def releasing(
         self,

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock import limits
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, InvalidUrl
 from penstock.model import Ordering
 from penstock.worker.outcome import Action
 
@@ -73,6 +74,9 @@ class Claimer(threading.Thread):
         self._fifo = fifo
         # A client has no such verb: its server counts collisions, for all its clients.
         self._contention: Callable[[], Any] = getattr(broker, "contention", lambda: None)
+        # Nor these: its claims wait at the server.
+        self._until: Callable[..., Any] = getattr(broker, "claiming_until", nullcontext)
+        self._rouse: Callable[[str], None] | None = getattr(broker, "rouse", None)
         self._old_collisions = self._collisions()
         # Whether its last claim has been answered.
         self.ended = False
@@ -100,6 +104,12 @@ class Claimer(threading.Thread):
         self.ended = True
         self._state.on_change()
 
+    def stop(self) -> None:
+        """End a claim that waits: the worker is closing."""
+        if self._rouse is not None:
+            # Not here: the call of another thread that hangs may have the store.
+            threading.Thread(target=self._rouse, args=(self._queue,), daemon=True).start()
+
     def _collisions(self) -> int:
         """Return how often other processes took messages first, in all claims of this broker."""
         found = self._contention()
@@ -111,13 +121,14 @@ class Claimer(threading.Thread):
             self._read_settings()
         # Until the claim has worked: the queue may be another when it can be claimed from again.
         read_settings_at, self._read_settings_at = self._read_settings_at, None
-        deliveries = self._broker.claim(
-            self._queue,
-            limit=1 if self._in_order else limit,
-            lease_ms=self.lease_ms,
-            wait_ms=self._settings.wait_ms,
-            consumer=self._settings.consumer,
-        )
+        with self._until(lambda: self._state.closing):
+            deliveries = self._broker.claim(
+                self._queue,
+                limit=1 if self._in_order else limit,
+                lease_ms=self.lease_ms,
+                wait_ms=self._settings.wait_ms,
+                consumer=self._settings.consumer,
+            )
         self._read_settings_at = read_settings_at
         return deliveries
 
@@ -162,12 +173,12 @@ class Ticker(threading.Thread):
         if self._idle:
             self.wake()
 
-    def stop(self, *, join: bool = True) -> None:
-        """End after the call that is under way, if one is; ``join`` waits for that."""
+    def stop(self, *, within_ms: int | None = None) -> None:
+        """End after the call that is under way, if one is, and wait for it, for so long at most."""
         self._stopped = True
         self.wake()
-        if join and self.is_alive():
-            self.join()
+        if self.is_alive():
+            self.join(None if within_ms is None else within_ms / 1000)
 
     def run(self) -> None:
         """Call ``tick`` until :meth:`stop`."""
@@ -356,7 +367,7 @@ class Settler(Ticker):
             self.wake()
             while self.unsettled and (left_ms := until_ms - self._heartbeat.now_ms()) > 0:
                 self._clock.wait(self._wake, left_ms)
-        self.stop(join=not self.unsettled)
+        self.stop(within_ms=0 if self.unsettled else None)
         return self.unsettled
 
     def tick(self) -> int | None:
@@ -392,10 +403,12 @@ class Settler(Ticker):
                     reason=batch.reason,
                     unseen=batch.action is Action.GIVE_BACK,
                 )
-        except InvalidInput:
-            # The store would refuse the batch for ever; the leases end by themselves.
-            log.exception("%d messages can't be settled", len(batch.receipts))
         except Exception as error:  # the thread must outlive every error
+            if isinstance(error, InvalidInput) and not isinstance(error, InvalidUrl):
+                # The store would refuse the batch for ever; the leases end by themselves.
+                log.exception("%d messages can't be settled", len(batch.receipts))
+                self._heartbeat.forget(batch.receipts)
+                return True
             pause_ms = self._activity.failed(error)
             with self._wake:
                 if self._stopping:

@@ -70,6 +70,8 @@ BROKEN: Final = "broken"
 # How long handlers that were cut off may take to end, and the store to confirm the last calls.
 CUT_MS: Final = 1_000
 LAST_SETTLE_MS: Final = 5_000
+# What each step of the end may take at least.
+LEAST_MS: Final = 100
 
 
 class Worker:
@@ -153,7 +155,7 @@ class Worker:
         self._store = store
         self._clock = clock or SystemClock()
         self._broker: Broker | None = None
-        self._started = False
+        self._started = self._hurried = False
         self._error: BaseException | None = None
         self._ended = threading.Event()
         # A signal handler may put into it at any moment, also into the middle of another put.
@@ -298,7 +300,14 @@ class Worker:
     def _close(self) -> None:
         """Close a store of its own."""
         broker, self._broker = self._broker, None
-        if isinstance(self._store, str) and broker is not None:
+        if not isinstance(self._store, str) or broker is None:
+            return
+        threads = [*self._claimers, self._heartbeat, self._settler] if self._started else []
+        if any(each.is_alive() for each in threads):
+            # It would wait for their calls.
+            log.warning("the store does not answer: it is left to close by itself")
+            threading.Thread(target=_close_in_the_end, args=(broker,), daemon=True).start()
+        else:
             broker.close()
 
     # --- the thread that supervises it -----------------------------------------------------------
@@ -329,10 +338,10 @@ class Worker:
         while event == CHANGED:
             self._note_ready()
             event, error = self._events.get()
+        self._hurried = event == STOP_AT_ONCE
         if event != STOP:
             return error
-        back = self._state.close()
-        self._note_ready()
+        back = self._close_state()
         log.info("stopping: %d messages are finished, %d given back", self._state.counts[0], back)
         until = self._clock.seconds() + self._settings.drain_ms / 1000
         while not self._drained():
@@ -344,8 +353,17 @@ class Worker:
             except queues.Empty:
                 return None
             if event in {STOP_AT_ONCE, BROKEN}:
+                self._hurried = event == STOP_AT_ONCE
                 return error
         return None
+
+    def _close_state(self) -> int:
+        """Claim and begin no more messages; return how many have not begun."""
+        back = self._state.close()
+        self._note_ready()
+        for claimer in self._claimers:
+            claimer.stop()
+        return back
 
     def _note_ready(self) -> None:
         """Make the ready file while the worker can take messages, and remove it when it can't."""
@@ -367,20 +385,30 @@ class Worker:
         return self._state.idle
 
     def _finish(self, *, settle: bool) -> None:
-        """Cut off handlers, settle what can be, and end; without ``settle``, only end."""
-        self._state.close()
-        self._note_ready()
+        """Cut off handlers, settle what can be, and end; without ``settle``, only end.
+
+        A store may hang in the call of any thread: each is waited for for so long.
+        """
+        until = self._clock.seconds() + CUT_MS / 1000
+
+        def within(ms: int) -> int:
+            """Return how long a step may take: in a hurry, what is left of the time for all."""
+            left_ms = int(1000 * (until - self._clock.seconds()))
+            return max(LEAST_MS, min(ms, left_ms)) if self._hurried else ms
+
+        self._close_state()
         # A claim that is under way would take again the messages that are given back.
+        last_claim_ms = self._settings.wait_ms + LAST_SETTLE_MS
         for claimer in self._claimers:
-            claimer.join(None if settle else CUT_MS / 1000)
+            claimer.join(within(last_claim_ms if settle else CUT_MS) / 1000)
         self._state.give_back()
         if not self._state.idle and self._pool.cut():
-            self._state.wait_for_idle(CUT_MS)
+            self._state.wait_for_idle(within(CUT_MS))
         cut_off = self._state.abandon()
-        left = self._settler.finish(LAST_SETTLE_MS if settle else 0)
+        left = self._settler.finish(within(LAST_SETTLE_MS) if settle else 0)
         self._state.end()
-        self._pool.join(CUT_MS)
-        self._heartbeat.stop()
+        self._heartbeat.stop(within_ms=within(CUT_MS))
+        self._pool.join(within(CUT_MS))
         if cut_off:
             log.warning("%d handlers were cut off; their messages were given back", cut_off)
         if left:
@@ -403,6 +431,13 @@ def is_final(error: BaseException, broker: object) -> bool:
     # Not by the error: a server that is stopping says that it is closed, and the next one may be on
     # its way; a client that was refused for good raises what it was refused with.
     return bool(getattr(broker, "closed", False))
+
+
+def _close_in_the_end(broker: Broker) -> None:
+    try:
+        broker.close()
+    except Exception as error:
+        log.warning("the store was not closed in order: %s", error)
 
 
 @contextmanager
