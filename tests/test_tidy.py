@@ -125,7 +125,8 @@ LAYERS = {
     "cli": {
         *GROUND,
         *("__init__", "addresses", "broker", "client", "clock", "copying", "filters", "flight"),
-        *("engines.places", "importers", "salvage", "server", "spark", "store", "urls", "worker"),
+        *("engines.places", "importers", "salvage", "server", "spark", "store", "urls"),
+        *("validation", "worker"),
     },
     "integrations": {"__init__"},
     "integrations.django": {"__init__", "integrations", "model", "urls"},
@@ -383,10 +384,10 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_485,
-    "broker": 3_515,
+    ".": 3_520,
+    "broker": 3_560,
     "cli": 3_325,
-    "client": 2_430,
+    "client": 2_440,
     "engines": 3_655,
     "filters": 1_400,
     "flight": 3_885,
@@ -406,7 +407,7 @@ BUDGETS = {
     "wire": 2_045,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_150, 47_040, 217, 14_120
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_300, 47_150, 217, 14_170
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -10,7 +10,6 @@ have the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -115,24 +114,6 @@ def _remember(envelope: Envelope) -> Envelope:
             _remembered.clear()
         _remembered[envelope.packed] = envelope
     return envelope
-
-
-def attributes_to(
-    queue: str, attributes: Mapping[str, Value] | None, more: Mapping[str, Value]
-) -> dict[str, Value]:
-    """Return the attributes of a message that is sent straight to a queue, which they name."""
-    given = attributes or {}
-    if not isinstance(given, Mapping):
-        raise InvalidMessage(f"attributes must be a mapping, not {type(given).__name__}")
-    if twice := [name for name in more if name in given]:
-        raise InvalidMessage(f"attribute {twice[0]!r} is given twice: by keyword and in attributes")
-    together = {**given, **more}
-    if together.setdefault("queue", queue) != queue:
-        raise InvalidMessage(
-            f"a message that is sent to {queue!r} has that as its attribute queue, not "
-            f"{together['queue']!r:.100}; publish() takes any attributes"
-        )
-    return together
 
 
 def pack_messages(messages: Iterable[Message]) -> list[PackedMessage]:

@@ -17,8 +17,7 @@ import msgspec
 
 from penstock.errors import InvalidMessage, needs_extra
 from penstock.model import Message
-from penstock.packing import attributes_to
-from penstock.validation import check_attributes, check_messages
+from penstock.validation import attributes_to, check_attributes, check_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

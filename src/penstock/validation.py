@@ -15,7 +15,7 @@ from penstock.model import Cursor, Message, Ordering, Overflow, QueueSpec, State
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.model import LogRecord
+    from penstock.model import LogRecord, Value
 
 _QUEUE_NAME: Final = re.compile(
     rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{limits.MAX_QUEUE_NAME_CHARS - 1}}}"
@@ -89,6 +89,24 @@ def check_message(message: Message) -> int:
         if not message.dedup_id:
             raise InvalidMessage("dedup_id is empty; leave it out (None) for no dedup")
     return len(payload)
+
+
+def attributes_to(
+    queue: str, attributes: Mapping[str, Value] | None, more: Mapping[str, Value]
+) -> dict[str, Value]:
+    """Return the attributes of a message that is sent straight to a queue, which they name."""
+    given = attributes or {}
+    if not isinstance(given, Mapping):
+        raise InvalidMessage(f"attributes must be a mapping, not {type(given).__name__}")
+    if twice := [name for name in more if name in given]:
+        raise InvalidMessage(f"attribute {twice[0]!r} is given twice: by keyword and in attributes")
+    together = {**given, **more}
+    if together.setdefault("queue", queue) != queue:
+        raise InvalidMessage(
+            f"a message that is sent to {queue!r} has that as its attribute queue, not "
+            f"{together['queue']!r:.100}; publish() takes any attributes"
+        )
+    return together
 
 
 def check_attributes(attributes: Mapping[str, Any]) -> None:

@@ -40,9 +40,10 @@ from penstock.errors import (
 )
 from penstock.filters import Row, default_filter, parse
 from penstock.model import LeaseRequest, Message, Ordering, QueueSpec, State
-from penstock.packing import attributes_to, pack_messages
+from penstock.packing import pack_messages
 from penstock.store.contract import FiltersChanged
 from penstock.validation import (
+    attributes_to,
     check_count,
     check_ids,
     check_optional,

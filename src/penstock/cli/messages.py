@@ -22,7 +22,7 @@ from penstock.errors import InvalidMessage
 from penstock.filters import Row, parse
 from penstock.limits import MAX_BROWSE_LIMIT
 from penstock.model import LogRecord, Message, State, SweepCounts
-from penstock.packing import attributes_to
+from penstock.validation import attributes_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -55,9 +55,10 @@ from penstock.model import (
     SweepCounts,
     Value,
 )
-from penstock.packing import attributes_to, pack_messages
+from penstock.packing import pack_messages
 from penstock.store.codec.claimed import read_claimed
 from penstock.validation import (
+    attributes_to,
     check_assignments,
     check_count,
     check_ids,
