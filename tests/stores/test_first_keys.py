@@ -180,6 +180,23 @@ def test_leases_dedup_ids_and_dead_letters_one_at_a_time(design: str) -> None:
 
 
 @DESIGN
+def test_a_dead_letter_that_is_done_in_its_target_is_found_without_a_search(design: str) -> None:
+    work = Work(design, max_attempts=1)
+    work.broker.create_queue("dead", filter="queue = 'q'")
+    work.pass_through(COUNT)
+    work.broker.publish([Message(b"1", {"queue": "q"})])
+    for delivery in work.broker.claim("dead", limit=COUNT + 1):
+        work.clock.advance(1)
+        work.broker.ack([delivery.receipt])
+    work.broker.release([work.broker.claim("q")[0].receipt])
+    work.broker.sweep()
+    work.broker.update_queue("q", dead_letter="dead")
+    assert work.looked(work.broker.sweep) <= 4 * BUDGET
+    assert work.broker.stats("dead").available == 1
+    assert_clean(work.broker)
+
+
+@DESIGN
 def test_a_deleted_queue_leaves_nothing_in_memory(design: str) -> None:
     work = Work(design)
     store: Any = work.broker._store

@@ -226,13 +226,16 @@ class History:
         ]
 
     def find_done(self, queue: Queue, message_ids: Sequence[int]) -> list[Ended]:
-        """Look done messages up by id, in all there are: nothing leads to them."""
-        wanted = set(message_ids)
-        found: list[Ended] = []
-        after: bytes | None = b"" if wanted and queue.counts.done else None
-        while after is not None and len(found) < len(wanted):
+        """Look done messages up by the attempts that acked them; others in all there are."""
+        ids = set(message_ids) if queue.counts.done else set()
+        found = [entry for message_id in ids for entry in self.find_acked(queue, message_id)]
+        ids -= {entry.message_id for entry in found}
+        after: bytes | None = b"" if ids else None
+        while after is not None and ids:
             page, after = self.page(queue, State.DONE, after, 1_000)
-            found += [entry for entry in page if entry.message_id in wanted]
+            some = [entry for entry in page if entry.message_id in ids]
+            ids -= {entry.message_id for entry in some}
+            found += some
         return found
 
     def find_acked(self, queue: Queue, message_id: int) -> list[Ended]:
