@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_045,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_300, 47_150, 217, 14_170
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_300, 47_150, 217, 14_190
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
