@@ -107,6 +107,8 @@ MAX_TOKEN_CHARS: Final = 512
 # Lines about different clients that were turned away which are logged in a minute; the same line is
 # logged once in that time.
 MAX_REFUSAL_LINES: Final = 100
+# Lines of the log that wait to be written.
+MAX_LOG_BYTES: Final = 4 * 1024 * 1024
 # Connections of the listener for operations, which are no part of the others.
 MAX_OPS_CONNECTIONS: Final = 64
 # Addresses of servers in one URL.

@@ -74,7 +74,28 @@ def work(client: Client, queue: str, *, fail: str = "") -> None:
 # --- top ------------------------------------------------------------------------------------------
 
 
-def test_top_on_a_terminal_until_ctrl_c(url: str, client: Client) -> None:
+def test_top_on_a_terminal_that_can_not_replace_what_it_shows(
+    url: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    client.create_queue("shown")
+    ours, theirs = pty.openpty()
+    child = start("top", "--every", "50ms", url=url, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        said = b""
+        # At its end, since nobody else has the terminal open.
+        with suppress(OSError):
+            while part := screen.read(4096):
+                said += part
+    assert child.wait(60) == 0
+    assert b"shown" in said
+
+
+def test_top_on_a_terminal_until_ctrl_c(
+    url: str, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     client.create_queue("shown")
     ours, theirs = pty.openpty()
     child = start("top", "--every", "50ms", url=url, stdin=theirs, stdout=theirs, stderr=theirs)

@@ -163,10 +163,11 @@ def test_it_serves_also_if_nothing_can_be_logged_or_said(tmp_path: Path, wait_un
     ports = tmp_path / "ports"
     command = [sys.executable, "-m", "penstock", "serve", "--store", f"rocksdb:{tmp_path}/db"]
     command += ["--http", "127.0.0.1:0", "--port-file", str(ports), "--log-access"]
+    # With that set, Python's own end has nothing to write, which would fail.
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment["PYTHONPATH"] = str(ROOT / "src")
     with FULL.open("wb", buffering=0) as full:
-        process = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=full, stderr=full
-        )
+        process = subprocess.Popen(command, env=environment, stdout=full, stderr=full)
     try:
         wait_until(lambda: ports.exists() or process.poll() is not None)
         address = "127.0.0.1", int(ports.read_text())

@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
 import capnp
 import pytest
-from tests.server.conftest import Process
+from tests.server.conftest import ROOT, SLOW_SECONDS, Process, request
+from tests.waiting import wait_until
 
 import penstock
+from penstock import limits
 from penstock.errors import NotAllowed
 from penstock.model import Message
 from penstock.server import queueber, running
-from penstock.server.config import TextLines
 from penstock.server.keys import add_key
+from penstock.server.logs import LogLines, TextLines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,3 +151,75 @@ def test_the_access_log_names_the_key(tmp_path: Path, caplog: pytest.LogCaptureF
     text = TextLines().format(records[2])
     assert "\n" not in text
     assert r"queue='bad\nqueue" in text
+
+
+# --- where nobody reads ---------------------------------------------------------------------------
+
+
+def fill_pipe() -> tuple[int, int]:
+    """Make a pipe that takes nothing until it is read."""
+    ends = os.pipe()
+    os.set_blocking(ends[1], False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(ends[1], b"-" * 65_536 + b"\n")
+    os.set_blocking(ends[1], True)
+    return ends
+
+
+@pytest.mark.slow
+def test_a_log_that_nobody_reads_holds_up_nobody(tmp_path: Path) -> None:
+    """Standard output and the access log of some hundred requests are one stuck pipe."""
+    ports, (read, write) = tmp_path / "ports", fill_pipe()
+    command = [sys.executable, "-m", "penstock", "serve", "--store", "memory:", "--log-access"]
+    command += ["--native", "127.0.0.1:0", "--http", "127.0.0.1:0", "--port-file", str(ports)]
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=write, stderr=write
+    )
+    try:
+        wait_until(lambda: ports.exists() or process.poll() is not None)
+        at = dict(line.split() for line in ports.read_text().splitlines())
+        with penstock.connect(f"penstock://127.0.0.1:{at['native']}") as client:
+            client.create_queue("q")
+            for _ in range(300):
+                client.send("q", b"x")
+        assert request(("127.0.0.1", int(at["http"])), "GET", "/health").status == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SLOW_SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)
+
+
+def test_lines_that_are_lost_are_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_LOG_BYTES", 4_000)
+    read, write = fill_pipe()
+    handler = LogLines(write)
+    handler.setFormatter(TextLines())
+
+    def log(name: str, count: int) -> int:
+        made = [{"name": name, "msg": "x" * 50, "levelno": logging.INFO} for _ in range(count)]
+        records = [logging.makeLogRecord(each) for each in made]
+        for each in records:
+            handler.handle(each)
+        return sum(hasattr(each, "lost") for each in records)
+
+    lost = log("penstock.access", 100)
+    assert 0 < lost < 100
+    # Half of the room is for what counts.
+    assert log("penstock.audit", 5) == 0
+    lost += log("penstock.audit", 100)
+    assert lost == handler.lines.lost
+    said = b""
+    while b"lines of the log were lost" not in said:
+        said += os.read(read, 65_536)
+    told = sum(map(int, re.findall(rb"(\d+) lines of the log were lost", said)))
+    assert told == lost
+    handler.flush()
+    # And if nobody can read any more.
+    os.close(read)
+    assert log("penstock.access", 1) == 0
+    wait_until(lambda: handler.lines.lost == lost + 1)
+    os.close(write)

@@ -19,7 +19,7 @@ import pytest
 import penstock
 from penstock import Message, NotAllowed
 from penstock.flight.client import FlightStore
-from penstock.server import config, running
+from penstock.server import logs, running
 from penstock.server.keys import add_key, remove_key
 
 if TYPE_CHECKING:
@@ -232,12 +232,12 @@ def test_an_exception_is_one_json_line() -> None:
         raise ValueError("told")  # noqa: TRY301 - made to be caught
     except ValueError:
         record = logging.LogRecord("x", logging.ERROR, "f", 1, "it %s", ("broke",), sys.exc_info())
-    line = config.JsonLines().format(record)
+    line = logs.JsonLines().format(record)
     assert "\n" not in line
     said = msgspec.json.decode(line)
     assert (said["level"], said["message"]) == ("error", "it broke")
     assert "ValueError: told" in said["exception"]
-    assert config.TextLines().format(record).splitlines()[-1] == "ValueError: told"
+    assert logs.TextLines().format(record).splitlines()[-1] == "ValueError: told"
 
 
 # --- in a thread --------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from penstock.addresses import FILES, TlsFiles, environment_files
 from penstock.client.transport import servers_of
 from penstock.errors import InvalidInput, NotAllowed, ServerUnreachable, StoreLocked
 from penstock.model import State
+from penstock.server.logs import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -367,7 +368,12 @@ def wants_json() -> bool:
 
 def emit_json(value: Any) -> None:
     """Print a value as JSON."""
-    click.echo(msgspec.json.format(msgspec.json.encode(plain(value)), indent=2))
+    click.echo(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Write a value as JSON."""
+    return msgspec.json.format(msgspec.json.encode(plain(value)), indent=2).decode()
 
 
 def answer(value: Any, text: str) -> None:
@@ -376,6 +382,11 @@ def answer(value: Any, text: str) -> None:
         emit_json(value)
     else:
         click.echo(text)
+
+
+def say_answer(value: Any, text: str) -> None:
+    """Do the same at the end of a command that runs on if that can't be said."""
+    say(json_text(value) if wants_json() else text)
 
 
 def show(value: Any, columns: Sequence[str], *, empty: str) -> None:

@@ -236,10 +236,12 @@ def _live(stats: QueueStats) -> int:
 def top(store: str, sort: str, limit: int | None, every_ms: int, *, once: bool) -> None:
     """Watch depths and rates of all queues.
 
-    Ctrl-C ends it. With --json each look is a line; without a terminal there is one look.
+    Ctrl-C ends it. With --json each look is a line; without a terminal that can show one look in
+    place of another there is one.
     """
     as_json = common.wants_json()
-    once = once or not (as_json or sys.stdout.isatty())
+    dumb = os.environ.get("TERM", "").lower() in {"dumb", "unknown"}
+    once = once or not (as_json or (sys.stdout.isatty() and not dumb))
     clock = SystemClock()
     at = 0.0
     before: dict[str, QueueStats] = {}

@@ -22,7 +22,8 @@ from penstock.cli import common
 from penstock.cli.common import duration, open_store, size
 from penstock.errors import InvalidInput
 from penstock.server import keys as keys_file
-from penstock.server.config import LISTENERS, OFF, SETTINGS, configure_logs, load, parse_address
+from penstock.server.config import LISTENERS, OFF, SETTINGS, load, parse_address
+from penstock.server.logs import configure_logs, say
 from penstock.worker.outcome import resolve
 from penstock.worker.stats import serve_metrics
 
@@ -90,13 +91,7 @@ def serve(config_file: str | None, **flags: Any) -> None:
     configure_logs(config.log_level, config.log_format, steps=config.log_life)
     from penstock.server import process  # noqa: PLC0415 - needs an extra
 
-    process.serve(config, _print)
-
-
-def _print(line: str) -> None:
-    # Standard output may be a file on a full disk, which is no reason to end.
-    with contextlib.suppress(OSError):
-        click.echo(line)
+    process.serve(config, say)
 
 
 @click.command("config")
@@ -160,7 +155,7 @@ def up(directory: Path, *, spark: bool, **places: str | None) -> None:
     with contextlib.ExitStack() as jobs:
         ends: list[Callable[[], None]] = []
 
-        def say(line: str) -> None:
+        def told(line: str) -> None:
             if line.startswith("serving "):
                 places_told = line.rpartition(" at ")[2].split(", ")
                 urls = {url.partition(":")[0]: url for url in places_told}
@@ -172,9 +167,9 @@ def up(directory: Path, *, spark: bool, **places: str | None) -> None:
                 for end in ends:
                     end()
 
-        process.serve(config, say)
+        process.serve(config, told)
     if not common.wants_json():
-        click.echo("stopped")
+        say("stopped")
 
 
 def _free(address: str, bind: Callable[[str, int], list[Any]]) -> str:
@@ -195,19 +190,18 @@ def _tell(directory: Path, urls: dict[str, str]) -> None:
     native = urls.get("penstock", "")
     if common.wants_json():
         found = {"console": urls.get("http", ""), "native": native, "flight": urls.get("grpc", "")}
-        common.emit_json({"directory": str(directory), **found})
-    else:
-        click.echo(f"Penstock is up, in {directory}")
-        for scheme, about in (("http", "console"), ("penstock", "clients"), ("grpc", "Spark")):
-            if scheme in urls:
-                more = "/  (and SQS clients)" if scheme == "http" else ""
-                click.echo(f"  {about:9}{urls[scheme]}{more}")
-        click.echo(
-            f"In another terminal, try:\n  export PENSTOCK_URL={native}\n"
-            "  penstock create orders && penstock send orders hello && penstock top\n"
-            "Ctrl-C ends it; the directory stays."
-        )
-    sys.stdout.flush()
+        say(common.json_text({"directory": str(directory), **found}))
+        return
+    lines = [f"Penstock is up, in {directory}"]
+    for scheme, about in (("http", "console"), ("penstock", "clients"), ("grpc", "Spark")):
+        if scheme in urls:
+            more = "/  (and SQS clients)" if scheme == "http" else ""
+            lines.append(f"  {about:9}{urls[scheme]}{more}")
+    say(
+        "\n".join(lines) + f"\nIn another terminal, try:\n  export PENSTOCK_URL={native}\n"
+        "  penstock create orders && penstock send orders hello && penstock top\n"
+        "Ctrl-C ends it; the directory stays."
+    )
 
 
 def _need_spark(flight: str | None) -> None:
@@ -321,12 +315,12 @@ def work(
                 port = stack.enter_context(serve_metrics(worker.stats, host, port))
             except OSError as error:
                 raise InvalidInput(f"metrics can't be served at {metrics}: {error}") from error
-            click.echo(f"metrics at http://{host}:{port}/metrics")
+            say(f"metrics at http://{host}:{port}/metrics")
         worker.run()
     stats = worker.stats()
     names = ("processed", "failed", "released", "lost", "stale")
     text = ", ".join(f"{name} {getattr(stats, name)}" for name in names)
-    common.answer(stats, text)
+    common.say_answer(stats, text)
 
 
 # --- keys -----------------------------------------------------------------------------------------

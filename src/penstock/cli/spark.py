@@ -118,7 +118,8 @@ def route(
     except KeyboardInterrupt:
         query.stop()
     now = status(location)
-    common.answer(now, f"routed up to offset {now.routed_up_to} of {now.end}")
+    text = f"routed up to offset {now.routed_up_to} of {now.end}"
+    common.say_answer(now, text)
 
 
 @pipeline.command("status")
@@ -210,7 +211,7 @@ def archive(
 def _say_archived(done: Archived) -> None:
     rows = ", ".join(f"{count} {table}" for table, count in done.rows.items())
     verb = "would archive" if done.dry_run else "archived"
-    common.answer(done, f"{verb} {rows}; trimmed {done.trimmed} messages")
+    common.say_answer(done, f"{verb} {rows}; trimmed {done.trimmed} messages")
 
 
 def _upkeep(

@@ -102,7 +102,7 @@ def route(broker: Broker, limit: int | None, *, follow: bool) -> None:
     read = _follow if follow else route_once
     count = read(broker, limit=limit or (2_000 if follow else 100_000))
     stats = broker.log_stats()
-    common.answer(
+    common.say_answer(
         {"read": count, "routed_up_to": stats.routed_up_to, "end": stats.end},
         f"read {count} messages; routed up to offset {stats.routed_up_to} of {stats.end}",
     )

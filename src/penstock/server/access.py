@@ -15,6 +15,7 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.server.config import TLS_LISTENERS, authenticates, tls_files
 from penstock.server.keys import Keys
+from penstock.server.logs import lost_lines
 from penstock.server.security import PageGuard
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Access:
         used = {} if self.keys is None else self.keys.former_used
         about = "When the former secret of a key with two was last used; 0: not yet."
         yield "key_former_secret_used_timestamp_seconds", about, used, "key"
+        yield "log_lines_lost", "Lines of the log that could not be written.", lost_lines()
 
     def reload(self) -> None:
         """Read keys and certificate again; a file that can't be used changes nothing."""

@@ -143,7 +143,11 @@ class AuditLog:
             fields["count"] = count
         fields["ms"] = now_ms - began_ms
         if self._path == LOG:
-            audit.info("%s %s", verb, fields_text(fields), extra={"fields": fields})
+            given = audit.name, logging.INFO, "", 0, "%s %s", (verb, fields_text(fields)), None
+            record = audit.makeRecord(*given, extra={"fields": fields})
+            if audit.isEnabledFor(logging.INFO):
+                audit.handle(record)
+            self.lost += getattr(record, "lost", 0)
             return
         line = msgspec.json.encode(fields) + b"\n"
         try:

@@ -1,4 +1,4 @@
-"""The settings of a server: from a file, the environment and flags, in that order; and its logs.
+"""The settings of a server: from a file, the environment and flags, in that order.
 
 Each setting is a field of :class:`Config`; its names elsewhere follow from the field's. With the
 sections of :data:`SECTIONS`::
@@ -12,12 +12,9 @@ sections of :data:`SECTIONS`::
 from __future__ import annotations
 
 import difflib
-import logging
 import re
-import sys
 import tomllib
 import typing
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
@@ -27,7 +24,6 @@ from msgspec import Meta
 from penstock import limits
 from penstock.errors import InvalidInput, did_you_mean
 from penstock.server.security import is_loopback
-from penstock.store.life import fields_text, life
 from penstock.store.sql.location import without_password
 
 if TYPE_CHECKING:
@@ -422,55 +418,3 @@ def _shown(value: Any) -> Any:
     if isinstance(value, str):
         return without_password(value)
     return value
-
-
-# --- logs: lines of text, or one JSON object each, on standard error ------------------------------
-#
-# The access log of requests is in penstock.server.metrics.
-
-
-class JsonLines(logging.Formatter):
-    """A record as a JSON object; ``fields`` of the record are put beside the rest."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Write one line."""
-        line: dict[str, Any] = {
-            "time": _time(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=str).decode()
-
-
-class TextLines(logging.Formatter):
-    """A record as a line for people."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Write one line, and a traceback below it if there is one."""
-        parts = [_time(record), record.levelname.lower(), record.name, record.getMessage()]
-        # A record of the life-cycle log has its fields in its message.
-        if record.name != life.name and hasattr(record, "fields"):
-            parts.append(fields_text(record.fields))
-        if record.exc_info:
-            parts.append(f"\n{self.formatException(record.exc_info)}")
-        return " ".join(parts)
-
-
-def _time(record: logging.LogRecord) -> str:
-    moment = datetime.fromtimestamp(record.created, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def configure_logs(level: str, form: str, *, steps: bool = False) -> None:
-    """Log everything of this process to standard error, from a level on; with ``steps``, lives."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    if steps:
-        life.setLevel(logging.INFO)
-    # At debug asyncio would log every read.
-    logging.getLogger("asyncio").setLevel(max(logging.INFO, logging.getLogger().level))

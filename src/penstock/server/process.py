@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, StorageFailed
 from penstock.readers import watch_owner
+from penstock.server import logs
 from penstock.server.access import Access
 from penstock.server.audit import AuditLog
 from penstock.server.connections import bind, raise_file_limit
@@ -132,6 +133,7 @@ def serve(config: Config, say: Callable[[str], None]) -> None:
             _write_ports(config, None)
             if not in_order:
                 log.warning("stopped at once: what was in hand was left")
+                logs.drain()
                 # Threads that still work would hold up an ordinary exit.
                 os._exit(1)
             break
