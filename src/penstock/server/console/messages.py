@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from codecs import getincrementaldecoder
 from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -11,7 +13,7 @@ import msgspec
 from penstock.broker.explain import row_of
 from penstock.errors import InvalidInput, QueueNotFound
 from penstock.filters import Row
-from penstock.limits import CONSOLE_PREVIEW_BYTES
+from penstock.limits import CONSOLE_PREVIEW_BYTES, CONSOLE_PREVIEW_DEPTH
 from penstock.model import Attempt, Entry, MessageExplanation, State
 from penstock.server.console.queues import read_search, read_state, scan
 from penstock.server.console.visits import CHANGE, HEADERS, SEE, NoSuchPage, Route, link, redirect
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 VIEWS: Final = ("json", "text", "hex")
 _HEX_BYTES: Final = 4 * 1024
 _HEX_LINE: Final = 16
+# What is no bracket in JSON, strings among that.
+_NOT_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[^\[\]{}"]++', re.DOTALL)
 _Decoder: Final = getincrementaldecoder("utf-8")
 
 
@@ -61,14 +65,24 @@ def preview(payload: bytes, view: str = "") -> Preview:
 
 
 def _pretty(payload: bytes) -> bytes:
-    """Indent JSON; nothing if it is none, or too long."""
-    if not payload or len(payload) > CONSOLE_PREVIEW_BYTES:
+    """Indent JSON; nothing if it is none, too long, or too deep: each line is indented so far."""
+    if (
+        not payload
+        or len(payload) > CONSOLE_PREVIEW_BYTES
+        or _depth(payload) > CONSOLE_PREVIEW_DEPTH
+    ):
         return b""
     try:
         msgspec.json.decode(payload)
         return msgspec.json.format(payload, indent=2)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return b""
+
+
+def _depth(payload: bytes) -> int:
+    """Return how deep JSON nests."""
+    steps = (1 if each in b"[{" else -1 for each in _NOT_BRACKETS.sub(b"", payload))
+    return max(accumulate(steps), default=0)
 
 
 def _is_text(payload: bytes) -> bool:
@@ -172,11 +186,13 @@ async def message_page(console: Console, visit: Visit) -> Response:
     if asked:
         visit.principal.check_any(SEE, asked)
     now_ms = console.server.clock.now_ms()
-    found = await console.look(
-        visit, lambda broker: find_message(broker, queue, message_id, visit.may_see, asked)
-    )
-    body = None if found.here is None else found.here.payload
-    shown = None if body is None else preview(body, visit.query.get("view", ""))
+
+    def read(broker: Broker) -> tuple[Whereabouts, Preview | None]:
+        found = find_message(broker, queue, message_id, visit.may_see, asked)
+        body = None if found.here is None else found.here.payload
+        return found, None if body is None else preview(body, visit.query.get("view", ""))
+
+    found, shown = await console.look(visit, read)
     values: dict[str, Any] = {"found": found, "span": span(found, now_ms), "now_ms": now_ms}
     values |= {"message_id": message_id, "preview": shown, "views": VIEWS}
     return console.render("message.html", visit, **values)
