@@ -11,9 +11,9 @@ import pytest
 from tests.console.visiting import Visitor
 
 import penstock
-from penstock import Message, QueueNotFound, limits
+from penstock import Message, QueueNotFound, State, limits
 from penstock.server import running
-from penstock.server.console import messages, queues
+from penstock.server.console import messages, overview, queues
 from penstock.server.console.messages import preview
 from penstock.server.console.queues import reason_key
 from penstock.server.keys import add_key
@@ -305,6 +305,24 @@ def test_strange_addresses(q: Broker, visitor: Visitor, path: str, status: int) 
     answer = visitor.get(path)
     assert answer.status == status
     assert "<script>" not in answer.text
+
+
+def test_every_page_is_shown_in_part_too(q: Broker, visitor: Visitor) -> None:
+    """What htmx asks for is a page, or the part of it that it replaces."""
+    failed = q.browse("q", state=State.FAILED)[0].message_id
+    names = {"queue": "q", "message": str(failed)}
+    routes = [*overview.ROUTES, *queues.ROUTES, *messages.ROUTES]
+    gets = [each.path for each in routes if each.method == "GET" and "live" not in each.path]
+    paths = [each.format(**names).removeprefix("/") for each in gets]
+    paths += [f"queues/q/messages/{failed}?why=q", "queues/q?state=failed&where=a+%3D+1"]
+    for path in paths:
+        whole = visitor.get(path)
+        part = visitor.get(path, hx_request="true", hx_target="none")
+        assert part.status in ({whole.status} if whole.status != 303 else {200}), path
+    form = {"csrf": visitor.get().csrf(), "name": "q", "check": "1", "filter": "a = 1"}
+    acted = {"scope": "all", "state": "failed", "action": "redrive"}
+    for path, more in (("create", {}), ("queues/q/settings", {}), ("queues/q/act", acted)):
+        assert visitor.post(path, {**form, **more}, hx_request="true").status == 200, path
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,10 @@ class Console:
         target = visit.request.headers.get("hx-target", "")
         block = found.blocks.get(target) or found.blocks.get("main")
         if visit.partial and block is not None:
-            text = "".join(block(found.new_context(values)))
+            context = found.new_context(values)
+            # Its macros, and the blocks of the pages that it extends, are known when it begins.
+            next(iter(found.root_render_func(context)), None)
+            text = "".join(block(context))
         else:
             text = found.render(values)
         return Response(status, text.encode(), HTML, HEADERS)
