@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +18,7 @@ from penstock.errors import InvalidInput, NotAllowed
 from penstock.model import Message
 from penstock.server import keys as keys_file
 from penstock.server import security
-from penstock.server.keys import Keys, add_key, read_keys
+from penstock.server.keys import Keys, add_key, read_keys, remove_key, rotate_key
 from penstock.server.security import ANYONE, Principal
 
 if TYPE_CHECKING:
@@ -148,6 +149,35 @@ def test_a_file_that_changes_is_read_again(path: Path, caplog: pytest.LogCapture
     keys.refresh()
     assert keys.by_token(token) is None
     assert keys.by_token(f"fresh:{fresh}")
+
+
+def test_a_file_without_keys_takes_none_away(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    token = f"app:{add_key(path, 'app', ['all'])}"
+    keys, body = Keys(path), path.read_bytes()
+    principal = keys.by_token(token)
+    for text in ("", "[keys]", "# none"):
+        path.write_text(text)
+        assert not keys.reload()
+        assert f"the keys stay as they were: the keys file {path} has none any more" in caplog.text
+        assert keys.by_token(token) is principal is not None
+        assert principal.may("publish", "q")
+    path.write_bytes(body)
+    assert keys.reload()
+    assert keys.by_token(token) is principal
+
+
+def test_changes_at_the_same_time_all_land(path: Path) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        names = [f"k{number}" for number in range(32)]
+        secrets = list(threads.map(lambda name: add_key(path, name, ["all"]), names))
+        keys = Keys(path)
+        assert all(keys.by_token(f"{n}:{s}") for n, s in zip(names, secrets, strict=True))
+        made = list(threads.map(lambda name: rotate_key(path, name), names[::2]))
+        left = list(threads.map(lambda name: remove_key(path, name), names[1::2]))
+    assert sorted(left) == list(range(16, 32))
+    keys = Keys(path)
+    assert all(keys.by_token(f"{n}:{s}") for n, s in zip(names[::2], made, strict=True))
+    assert [each.name for each in path.parent.iterdir() if each.suffix == ".part"] == []
 
 
 def test_who_is_in_already_is_subject_to_a_change_too(path: Path) -> None:

@@ -420,6 +420,9 @@ def list_keys(path: Path) -> None:
 @_keys_option
 @common.json_option
 def remove(path: Path, key_id: str) -> None:
-    """Take a key away; a running server refuses it within seconds."""
-    keys_file.remove_key(path, key_id)
+    """Take a key away; a running server refuses it within seconds, unless it was the last one."""
+    left = keys_file.remove_key(path, key_id)
     common.answer({"removed": key_id}, f"removed {key_id}")
+    if not left:
+        click.echo("It was the last: a running server keeps it until the file has a key, or until "
+                   "it is restarted.", err=True)  # fmt: skip

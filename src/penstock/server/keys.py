@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import fcntl
 import hashlib
 import hmac
 import logging
@@ -21,6 +22,7 @@ import threading
 import tomllib
 from asyncio import get_running_loop
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
@@ -32,6 +34,7 @@ from penstock.server.security import ACTIONS, Principal, Rate
 
 if TYPE_CHECKING:
     from asyncio import Future
+    from collections.abc import Iterator
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -121,10 +124,13 @@ class Keys:
         return len(self._keys)
 
     def reload(self) -> bool:
-        """Read the file again; one that can't be used leaves the keys as they are."""
+        """Read the file again; one that can't be used, or is empty, leaves the keys as they are."""
         self._seen = _fingerprint(self.path)
         try:
             keys = read_keys(self.path)
+            # So an editor leaves it for a moment, and clients whose key is gone don't come back.
+            if self._keys and not keys:
+                raise InvalidInput(f"the keys file {self.path} has none any more")  # noqa: TRY301
         except InvalidInput as error:
             log.error("the keys stay as they were: %s", error)  # noqa: TRY400
             return False
@@ -319,7 +325,7 @@ def _check_key(path: Path, key_id: str, key: Key) -> None:
 def write_keys(path: Path, keys: dict[str, Key]) -> None:
     """Replace a keys file whole: a new one is its owner's alone, another keeps group and mode."""
     body = "\n".join(_toml(key_id, key) for key_id, key in keys.items()).encode()
-    partial = path.with_name(f".{path.name}.part")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         partial.unlink(missing_ok=True)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -335,6 +341,25 @@ def write_keys(path: Path, keys: dict[str, Key]) -> None:
         partial.replace(path)
     except OSError as error:
         raise InvalidInput(f"the keys file {path} can't be written: {error.strerror}") from None
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[dict[str, Key]]:
+    """Give the keys of a file to a block that changes them; processes do so one after the other."""
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InvalidInput(
+            f"the keys file {path} can't be changed: {lock} can't be opened: {error.strerror}"
+        ) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        keys = read_keys(path) if path.exists() else {}
+        yield keys
+        write_keys(path, keys)
+    finally:
+        os.close(descriptor)
 
 
 def _toml(key_id: str, key: Key) -> str:
@@ -355,9 +380,6 @@ def add_key(
     bytes_per_second: int = 0,
 ) -> str:
     """Make a key and return its secret, which only SQS keys leave in the file; rate 0: no limit."""
-    keys = read_keys(path) if path.exists() else {}
-    if key_id in keys:
-        raise InvalidInput(f"there is a key {key_id!r} already: remove it first")
     if not description.isprintable():
         raise InvalidInput("a key's description is one line of printable text")
     plain, secret = _new_secret(sqs=sqs)
@@ -370,7 +392,10 @@ def add_key(
         bytes_per_second=bytes_per_second,
     )
     _check_key(path, key_id, key)
-    write_keys(path, {**keys, key_id: key})
+    with _changing(path) as keys:
+        if key_id in keys:
+            raise InvalidInput(f"there is a key {key_id!r} already: remove it first")
+        keys[key_id] = key
     return plain
 
 
@@ -385,42 +410,42 @@ def _new_secret(*, sqs: bool) -> tuple[str, Secret]:
 
 def rotate_key(path: Path, key_id: str) -> str:
     """Give a key a new secret beside the one that it has, and return it; both are good."""
-    keys = _keys_with(path, key_id)
-    key = keys[key_id]
-    if len(key.secrets) > 1:
-        raise InvalidInput(
-            f"key {key_id!r} has two secrets already: 'penstock keys rotate {key_id} --finish' "
-            "takes the former one away"
+    with _changing(path) as keys:
+        key = _key_of(keys, key_id)
+        if len(key.secrets) > 1:
+            raise InvalidInput(
+                f"key {key_id!r} has two secrets already: 'penstock keys rotate {key_id} --finish' "
+                "takes the former one away"
+            )
+        plain, secret = _new_secret(sqs=bool(key.secret))
+        keys[key_id] = msgspec.structs.replace(
+            key,
+            hash=secret.hash,
+            secret=secret.plain,
+            former_hash=key.hash,
+            former_secret=key.secret,
         )
-    plain, secret = _new_secret(sqs=bool(key.secret))
-    keys[key_id] = msgspec.structs.replace(
-        key,
-        hash=secret.hash,
-        secret=secret.plain,
-        former_hash=key.hash,
-        former_secret=key.secret,
-    )
-    write_keys(path, keys)
     return plain
 
 
 def finish_rotation(path: Path, key_id: str) -> None:
     """Take the former secret of a key away."""
-    keys = _keys_with(path, key_id)
-    if len(keys[key_id].secrets) == 1:
-        raise InvalidInput(f"key {key_id!r} has one secret: there is none to take away")
-    keys[key_id] = msgspec.structs.replace(keys[key_id], former_hash="", former_secret="")
-    write_keys(path, keys)
+    with _changing(path) as keys:
+        key = _key_of(keys, key_id)
+        if len(key.secrets) == 1:
+            raise InvalidInput(f"key {key_id!r} has one secret: there is none to take away")
+        keys[key_id] = msgspec.structs.replace(key, former_hash="", former_secret="")
 
 
-def _keys_with(path: Path, key_id: str) -> dict[str, Key]:
-    keys = read_keys(path)
+def _key_of(keys: dict[str, Key], key_id: str) -> Key:
     if key_id not in keys:
         raise InvalidInput(f"there is no key {key_id!r:.100}")
-    return keys
+    return keys[key_id]
 
 
-def remove_key(path: Path, key_id: str) -> None:
-    """Take a key out of the file."""
-    keys = _keys_with(path, key_id)
-    write_keys(path, {name: key for name, key in keys.items() if name != key_id})
+def remove_key(path: Path, key_id: str) -> int:
+    """Take a key out of the file; return how many are left."""
+    with _changing(path) as keys:
+        _key_of(keys, key_id)
+        del keys[key_id]
+    return len(keys)
