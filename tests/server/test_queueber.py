@@ -169,11 +169,22 @@ def test_timeouts_delays_and_expiry(broker: Broker) -> None:
     run(broker, story)
 
 
-def test_what_is_wrong_is_the_calls_error(broker: Broker) -> None:
+def test_what_is_wrong_is_the_calls_error(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story(connect: Any) -> None:
         queue = await connect()
-        with pytest.raises(capnp.KjException, match="InvalidInput: lease_ms"):
+        with pytest.raises(capnp.KjException, match="InvalidInput: lease_ms") as refused:
             await poll(queue, lease=0)
+        assert "Traceback" not in str(refused.value)
+        assert "queueber.py" not in str(refused.value)
+        with monkeypatch.context() as patched:
+            patched.setattr(queueber, "check_count", lambda *_: 1 // 0)
+            with pytest.raises(capnp.KjException) as failed:
+                await add(queue, b"x")
+        assert "the server failed (ZeroDivisionError); its log says why" in str(failed.value)
+        assert "Traceback" not in str(failed.value)
+        assert "ZeroDivisionError: integer division" in caplog.text
         with pytest.raises(capnp.KjException, match="delay"):
             await add(queue, b"never", delay=(1 << 64) - 1)
         assert await add(queue) == []

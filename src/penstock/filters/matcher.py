@@ -22,6 +22,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
+from penstock.errors import InvalidFilter
 from penstock.filters import tree
 from penstock.filters.tree import RowTuple, Test
 from penstock.limits import MAX_FILTER_LITERAL_CHARS
@@ -83,6 +84,9 @@ def parse(text: str) -> Filter:
     Raises InvalidFilter, with the line, the column and the offending text, for anything that is
     not in the filter language or is beyond a bound in :mod:`penstock.limits`.
     """
+    if not isinstance(text, str):
+        # Of a program without types, or another client.
+        raise InvalidFilter(f"a filter is text such as \"kind = 'book'\", not {text!r:.40}")
     if found := _DEFAULT.fullmatch(text):
         return Filter(tree.Compare("=", tree.Attr("queue"), tree.Text(found[1])))
     from penstock.filters.parser import parse_text  # noqa: PLC0415

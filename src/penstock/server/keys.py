@@ -348,7 +348,8 @@ def _changing(path: Path) -> Iterator[dict[str, Key]]:
     """Give the keys of a file to a block that changes them; processes do so one after the other."""
     lock = path.with_name(f".{path.name}.lock")
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Another user may change the file later, who need not be able to write this one.
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise InvalidInput(
             f"the keys file {path} can't be changed: {lock} can't be opened: {error.strerror}"

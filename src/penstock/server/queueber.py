@@ -199,6 +199,13 @@ class QueueberConnection(asyncio.Protocol):
         self.abort()
 
 
+class _Refusal(Exception):
+    """An error for a client, to which the library writes name, text and traceback of it."""
+
+    __module__, __qualname__ = "builtins", "Error"
+    __traceback__ = property(lambda _: None)
+
+
 class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
     """The interface that one client calls; after an error the connection stays."""
 
@@ -230,10 +237,10 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
     async def remove_context(self, context: Any) -> None:
         """Settle one item as done; false for whatever is not held under that lease."""
-        request = context.params.req
         removed = False
         # A lease that is none of this store's is only one that is not there.
         with self._call("remove"), contextlib.suppress(InvalidReceipt):
+            request = context.params.req
             message_id, lease = message_of(bytes(request.id)), lease_of(bytes(request.lease))
             if message_id is not None and lease is not None:
                 work = self._batcher.broker.acking_held(lease, message_id, self._queue)
@@ -242,13 +249,13 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
     async def poll_context(self, context: Any) -> None:
         """Claim; without a timeout wait until there is something."""
-        request = context.params.req
-        lease_ms = request.leaseValiditySecs * 1000
-        limit = request.numItems or 1
-        # Their 0 waits for ever: as long as a wait may be, and again.
-        wait_ms = request.timeoutSecs * 1000
         wait = ClaimWait()
         with self._call("poll", wait):
+            request = context.params.req
+            lease_ms = request.leaseValiditySecs * 1000
+            limit = request.numItems or 1
+            # Their 0 waits for ever: as long as a wait may be, and again.
+            wait_ms = request.timeoutSecs * 1000
             deliveries: list[Delivery] = []
             while not deliveries:
                 claiming = self._batcher.claim(
@@ -272,9 +279,9 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
 
     async def extend_context(self, context: Any) -> None:
         """Move the deadline of a whole lease; false if nothing is held under it."""
-        request = context.params.req
         extended = False
         with self._call("extend"), contextlib.suppress(InvalidReceipt):
+            request = context.params.req
             lease = lease_of(bytes(request.lease))
             if lease is not None:
                 outcomes = await self._batcher.extend(
@@ -293,9 +300,12 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
             yield
         except BaseException as error:
             outcome = type(error).__name__
-            if isinstance(error, PenstockError):
-                raise capnp.KjException(f"{outcome}: {error}") from None
-            raise
+            if not isinstance(error, Exception):
+                raise
+            if isinstance(error, PenstockError | capnp.KjException):
+                raise _Refusal(f"{outcome}: {error}") from None
+            log.exception("%s failed", operation)
+            raise _Refusal(f"the server failed ({outcome}); its log says why") from None
         finally:
             if listener.metrics is not None:
                 about = ("capnp", operation, loop_seconds() - began, outcome)

@@ -285,6 +285,9 @@ class QueuesSuite(Suite):
                 broker.update_queue("q", filter=bad)
             with self.refused(InvalidFilter):
                 broker.redrive("q", where=bad)
+        for none in (None, b"a = 1", 1, ["a = 1"]):
+            with self.refused(InvalidFilter, none):
+                broker.update_queue("q", filter=none)
 
     def test_bad_messages(self) -> None:
         broker = self.start()
