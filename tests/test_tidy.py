@@ -384,20 +384,20 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_520,
+    ".": 3_525,
     "broker": 3_560,
-    "cli": 3_325,
+    "cli": 3_335,
     "client": 2_440,
     "engines": 3_655,
-    "filters": 1_400,
+    "filters": 1_405,
     "flight": 3_885,
     "importers": 700,
     "integrations": 225,
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 9_080,
-    "server/console": 1_905,
+    "server": 9_300,
+    "server/console": 1_925,
     "spark": 5_415,
     "store": 1_895,
     "store/codec": 1_380,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_045,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_300, 47_150, 217, 14_190
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_555, 47_325, 218, 14_190
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

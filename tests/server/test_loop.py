@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import pytest
+from botocore.exceptions import ClientError
 from tests.console.visiting import Visitor
+from tests.server.test_logs import sqs_of
 
 import penstock
 from penstock import NotAllowed
@@ -16,6 +18,7 @@ from penstock.filters import parser
 from penstock.flight.client import FlightStore
 from penstock.server import keys, running
 from penstock.server.keys import add_key
+from penstock.server.sqs import queues
 from penstock.wire import native as wire
 from penstock.wire.frames import FrameReader
 
@@ -66,8 +69,13 @@ def token(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def server(token: str, tmp_path: Path) -> Iterator[Server]:
-    assert token
+def sqs_token(tmp_path: Path) -> str:
+    return f"sqs:{add_key(tmp_path / 'keys.toml', 'sqs', ['all'], sqs=True)}"
+
+
+@pytest.fixture
+def server(token: str, sqs_token: str, tmp_path: Path) -> Iterator[Server]:
+    assert token != sqs_token
     listeners: dict[str, Any] = dict.fromkeys(("native", "http", "flight"), "127.0.0.1:0")
     with running("memory:", **listeners, keys=tmp_path / "keys.toml") as started:
         yield started
@@ -149,3 +157,33 @@ def test_a_greeting_that_is_checked_holds_back_what_follows(server: Server, toke
             while (frame := reader.take()) is not None:
                 answers.append(msgspec.msgpack.decode(frame))
     assert [each[:2] for each in answers][1:] == [[1, 7]]
+
+
+def test_sqs_reads_one_queue_for_one_and_lists_on_a_thread(
+    server: Server, sqs_token: str, note: Callable[[Any, str], Noted]
+) -> None:
+    for number in range(3):
+        server.broker.create_queue(f"a-{number}")
+    read, of_all = note(type(server.broker), "queue"), note(type(server.broker), "queues")
+    paged = note(queues, "_page")
+    key_id, _, secret = sqs_token.partition(":")
+    sqs = sqs_of(server.location("http"), key_id, secret)
+    url = sqs.get_queue_url(QueueName="a-1")["QueueUrl"]
+    sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])
+    sqs.list_queue_tags(QueueUrl=url)
+    sqs.send_message(QueueUrl=url, MessageBody="x")
+    sqs.send_message(QueueUrl=url, MessageBody="x")
+    sqs.create_queue(QueueName="a-4")
+    sqs.set_queue_attributes(QueueUrl=url, Attributes={"VisibilityTimeout": "7"})
+    with pytest.raises(ClientError, match="does not exist"):
+        sqs.get_queue_url(QueueName="none")
+    assert of_all.take() == []
+    assert LOOP not in read.take()
+    assert len(sqs.list_queues()["QueueUrls"]) == 4
+    assert LOOP not in [*of_all.take(), *paged.take()]
+    assert (
+        sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"][
+            "VisibilityTimeout"
+        ]
+        == "7"
+    )

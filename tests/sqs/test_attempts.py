@@ -175,7 +175,7 @@ def test_a_client_that_leaves_while_the_past_is_looked_up_keeps_nothing(
             looking.set()
             return never
 
-        await service.queues.specs()
+        await service.queues.view("q.fifo", "")
         monkeypatch.setattr(service.batcher, "call", call)
         task = asyncio.create_task(
             _received(service, "try", attribute_names=["ApproximateFirstReceiveTimestamp"])

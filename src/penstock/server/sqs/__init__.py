@@ -18,6 +18,7 @@ from penstock import limits
 from penstock.clock import loop_seconds
 from penstock.errors import LimitReached, QueueNotFound
 from penstock.server.audit import Actor, audited
+from penstock.server.batcher import FAR
 from penstock.server.http import Response
 from penstock.server.security import ANYONE, Principal
 from penstock.server.shares import Shares
@@ -129,6 +130,17 @@ class SqsCall(NamedTuple):
         """Read from the broker, in turn with others."""
         return self.sqs.batcher.call(work, holder=self.actor.holder)
 
+    async def find(self, name: str) -> QueueSpec | None:
+        """Return the spec of a queue as it is now; None if it is not there."""
+        return await self.look(lambda broker: _find(broker, name))
+
+    async def spec(self, name: str) -> QueueSpec:
+        """Return the spec of a queue as it is now."""
+        spec = await self.find(name)
+        if spec is None:
+            raise QueueNotFound(name)
+        return spec
+
     def queue_of(self, request: SqsRequest, *actions: str) -> str:
         """Return the name of a request's queue, on which one of the actions must be allowed."""
         # Clients of the query protocol post to the queue's own address.
@@ -142,7 +154,7 @@ class SqsCall(NamedTuple):
 
     def view_of(self, request: SqsRequest, action: str) -> Awaitable[QueueView]:
         """Return the settings of a request's queue, on which the action must be allowed."""
-        return self.sqs.queues.view(self.queue_of(request, action))
+        return self.sqs.queues.view(self.queue_of(request, action), self.actor.holder)
 
     def url_of(self, name: str) -> str:
         """Return the URL of a queue; without a setting, at the address that the request came to."""
@@ -155,64 +167,64 @@ class SqsCall(NamedTuple):
 
 
 class QueueCache:
-    """The settings of the queues, so that requests need not ask the broker for them.
+    """The settings of queues that were asked for, so that requests need not ask the broker.
 
     The broker says whether a queue is there when a message goes in or out. Settings may be a second
-    old if another protocol changed them.
+    old if another protocol changed them, and a second more on SQL if another server did.
     """
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
         self._loop = asyncio.get_running_loop()
-        self._views: dict[str, QueueView] = {}
-        self._read_at = float("-inf")
-        self._reading: asyncio.Task[list[QueueSpec]] | None = None
+        # With the second at which they were read.
+        self._views: dict[str, tuple[QueueView, float]] = {}
+        self._reading: dict[str, asyncio.Future[QueueSpec]] = {}
 
-    async def view(self, name: str) -> QueueView:
+    async def view(self, name: str, holder: str) -> QueueView:
         """Return the settings of a queue; those that are not fresh are read again meanwhile."""
-        if self._loop.time() - self._read_at > _FRESH_S:
-            self._start_reading()
-        if name not in self._views:
-            await self.specs()
-        if name not in self._views:
-            raise QueueNotFound(name)
-        return self._views[name]
-
-    async def specs(self) -> dict[str, QueueSpec]:
-        """Return the specs of all queues as they are now, in the order of their names."""
-        specs = await asyncio.shield(self._start_reading())
-        return {spec.name: spec for spec in specs}
-
-    async def spec(self, name: str) -> QueueSpec:
-        """Return the spec of a queue as it is now."""
-        specs = await self.specs()
-        if name not in specs:
-            raise QueueNotFound(name)
-        return specs[name]
+        known = self._views.get(name)
+        if known is None:
+            return wire.view_of(await asyncio.shield(self._read(name, holder)))
+        if self._loop.time() - known[1] > _FRESH_S:
+            self._read(name, holder)
+        return known[0]
 
     def changed(self, name: str, spec: QueueSpec | None) -> None:
         """Take note of a queue that was made or changed; None: that was removed."""
+        # A read that began before the change must not bring back the old settings.
+        self._reading.pop(name, None)
         self._views.pop(name, None)
         if spec is not None:
-            self._views[name] = wire.view_of(spec)
-        # A read that began before the change must not bring back the old settings.
-        self._reading = None
-        self._read_at = float("-inf")
+            self._views[name] = wire.view_of(spec), self._loop.time()
 
-    def _start_reading(self) -> asyncio.Task[list[QueueSpec]]:
-        if self._reading is None or self._reading.done():
-            self._reading = self._loop.create_task(self._read())
-            # A caller that waits gets the error; otherwise the next request tries again.
-            self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self._reading
+    def _read(self, name: str, holder: str) -> asyncio.Future[QueueSpec]:
+        reading = self._reading.get(name)
+        if reading is None:
+            reading = self._batcher.call(lambda broker: broker.queue(name), holder=holder)
+            self._reading[name] = reading
+            reading.add_done_callback(partial(self._keep, name))
+        return reading
 
-    async def _read(self) -> list[QueueSpec]:
-        me = asyncio.current_task()
-        specs = await self._batcher.call(lambda broker: broker.queues())
-        if self._reading is me:
-            self._views = {spec.name: wire.view_of(spec) for spec in specs}
-            self._read_at = self._loop.time()
-        return specs
+    def _keep(self, name: str, reading: asyncio.Future[QueueSpec]) -> None:
+        # A caller that waits gets the error; otherwise the next request tries again.
+        error = None if reading.cancelled() else reading.exception()
+        if self._reading.get(name) is not reading:
+            return
+        del self._reading[name]
+        if isinstance(error, QueueNotFound):
+            self._views.pop(name, None)
+        elif error is None and not reading.cancelled():
+            self._views[name] = wire.view_of(reading.result()), self._loop.time()
+
+
+def _find(broker: Broker, name: str) -> QueueSpec | None:
+    if broker.info().design in FAR:
+        # Of all queues: there the settings of one may be older than another server's change.
+        return next((spec for spec in broker.queues() if spec.name == name), None)
+    try:
+        return broker.queue(name)
+    except QueueNotFound:
+        return None
 
 
 class _Attempt(NamedTuple):

@@ -52,11 +52,11 @@ async def create(call: SqsCall, request: SqsRequest) -> Answer:
         )
     labels = wire.with_tags({}, request.new_queue_tags or {}, name)
     async with sqs.turn:
-        specs = await sqs.queues.specs()
-        if name in specs:
-            _check_same(sqs, specs[name], attributes)
+        known = await call.find(name)
+        if known is not None:
+            _check_same(sqs, known, attributes)
             return {"QueueUrl": call.url_of(name)}
-        _check_dead_letter(call, name, attributes, specs)
+        await _check_dead_letter(call, name, attributes)
         settings = wire.new_queue(sqs.options.done_retention_ms)
         settings |= wire.settings_for(attributes, labels)
         ordering = Ordering.FIFO if fifo else Ordering.STANDARD
@@ -103,15 +103,13 @@ async def set_attributes(call: SqsCall, request: SqsRequest) -> Answer:
     if not request.attributes:
         raise SqsFault.missing("Attributes")
     async with call.sqs.turn:
-        specs = await call.sqs.queues.specs()
-        if name not in specs:
-            raise QueueNotFound(name)
-        fifo = specs[name].ordering is Ordering.FIFO
+        spec = await call.spec(name)
+        fifo = spec.ordering is Ordering.FIFO
         attributes = wire.checked_attributes(request.attributes, fifo=fifo)
         if attributes.get("FifoQueue", "true" if fifo else "false") != str(fifo).lower():
             raise SqsFault.attribute_value("FifoQueue")
-        _check_dead_letter(call, name, attributes, specs)
-        await _update(call, name, wire.settings_for(attributes, specs[name].labels))
+        await _check_dead_letter(call, name, attributes)
+        await _update(call, name, wire.settings_for(attributes, spec.labels))
     return {}
 
 
@@ -123,7 +121,7 @@ async def relabel(
     """Change tags or permissions: ``change`` makes the new labels of a queue, given its ARN."""
     name = call.queue_of(request, "admin")
     async with call.sqs.turn:
-        spec = await call.sqs.queues.spec(name)
+        spec = await call.spec(name)
         labels = change(dict(spec.labels), request, call.sqs.arn(name))
         await _update(call, name, {"labels": labels})
     return {}
@@ -137,13 +135,8 @@ async def get_attributes(call: SqsCall, request: SqsRequest) -> Answer:
         if each not in wire.READABLE:
             raise SqsFault.attribute_name(each)
     counted = any(each == "All" or each.startswith("Approximate") for each in names)
-    # Of all queues: on SQL the settings of one may be older than another server's change.
-    specs, stats = await call.look(
-        lambda broker: (broker.queues(), broker.stats(name) if counted else None)
-    )
-    spec = next((each for each in specs if each.name == name), None)
-    if spec is None:
-        raise QueueNotFound(name)
+    spec = await call.spec(name)
+    stats = await call.look(lambda broker: broker.stats(name)) if counted else None
     known = wire.attributes_of(spec, stats, call.sqs.arn)
     if "All" not in names:
         known = {each: known[each] for each in names if each in known}
@@ -156,31 +149,39 @@ async def get_url(call: SqsCall, request: SqsRequest) -> Answer:
     if not name:
         raise SqsFault.missing("QueueName")
     call.principal.check_any(_ANY, name)
-    await call.sqs.queues.spec(name)
+    await call.spec(name)
     return {"QueueUrl": call.url_of(name)}
 
 
 async def list_queues(call: SqsCall, request: SqsRequest) -> Answer:
     """List the queues that the caller may do something with."""
     prefix = request.queue_name_prefix or ""
-    names = [name for name in await call.sqs.queues.specs() if name.startswith(prefix)]
-    page = _page(call, request, names, "QueueUrls")
+
+    def read(broker: Broker) -> Answer:
+        names = [spec.name for spec in broker.queues() if spec.name.startswith(prefix)]
+        return _page(call, request, names, "QueueUrls")
+
+    page = await call.look(read)
     return page if page["QueueUrls"] else {}
 
 
 async def list_sources(call: SqsCall, request: SqsRequest) -> Answer:
     """List the queues whose failed messages go to a queue, as far as the caller may see them."""
     name = call.queue_of(request, *_ANY)
-    specs = await call.sqs.queues.specs()
-    if name not in specs:
-        raise QueueNotFound(name)
-    sources = [spec.name for spec in specs.values() if spec.dead_letter == name]
-    return _page(call, request, sources, "queueUrls")
+
+    def read(broker: Broker) -> Answer:
+        specs = broker.queues()
+        if not any(spec.name == name for spec in specs):
+            raise QueueNotFound(name)
+        sources = [spec.name for spec in specs if spec.dead_letter == name]
+        return _page(call, request, sources, "queueUrls")
+
+    return await call.look(read)
 
 
 async def list_tags(call: SqsCall, request: SqsRequest) -> Answer:
     """Return a queue's tags."""
-    spec = await call.sqs.queues.spec(call.queue_of(request, *_ANY))
+    spec = await call.spec(call.queue_of(request, *_ANY))
     tags = wire.tags_of(spec.labels)
     return {"Tags": tags} if tags else {}
 
@@ -205,16 +206,14 @@ def _check_same(sqs: SqsService, spec: QueueSpec, attributes: dict[str, str]) ->
             )
 
 
-def _check_dead_letter(
-    call: SqsCall, name: str, attributes: dict[str, str], specs: Mapping[str, QueueSpec]
-) -> None:
+async def _check_dead_letter(call: SqsCall, name: str, attributes: dict[str, str]) -> None:
     """Raise unless the queue that a RedrivePolicy names is there, is alike and allows it."""
     policy = wire.redrive_policy_of(attributes)
     if policy is None:
         return
     target = policy.dead_letter or ""
     check_target(call.principal, target)
-    spec = specs.get(target)
+    spec = await call.find(target)
     if spec is None:
         reason = "Dead letter target does not exist."
     elif (spec.ordering is Ordering.FIFO) != name.endswith(".fifo"):
@@ -227,7 +226,7 @@ def _check_dead_letter(
 
 
 def _page(call: SqsCall, request: SqsRequest, names: list[str], field: str) -> Answer:
-    """Answer with a page of the queues that the caller may see, out of sorted names.
+    """Answer with a page of the queues that the caller may see, out of sorted names; on a thread.
 
     The token of the next page is the last name of this one.
     """
@@ -365,7 +364,7 @@ async def _source_of(call: SqsCall, request: SqsRequest) -> tuple[str, dict[str,
     """Return the queue that messages are moved out of, and the specs of all queues."""
     source = _name_in(request.source_arn, "SourceArn")
     call.principal.check("admin", source)
-    specs = await call.sqs.queues.specs()
+    specs = await call.look(lambda broker: {each.name: each for each in broker.queues()})
     _check_there(specs, source, "SourceArn")
     return source, specs
 
