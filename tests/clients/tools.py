@@ -1,7 +1,8 @@
 """Where the clients that nobody here wrote are found, and what happens where one is missing.
 
 ``make clients`` installs them beside the virtual environment's own packages, outside of git: the
-AWS CLI in an environment of its own, since it pins another botocore, and the npm packages.
+AWS CLI in an environment of its own, since it pins another botocore, and the npm packages. The
+tests of Go and Java are built there, too, where these languages are: nobody else needs them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 
-__all__ = ["CLIENTS", "aws_cli", "missing", "node", "node_modules"]
+__all__ = ["CLIENTS", "aws_cli", "built", "missing", "node", "node_modules"]
 
 CLIENTS = Path(sys.prefix) / "clients"
 
@@ -24,6 +25,14 @@ def missing(what: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(f"{what} is missing", pytrace=False)
     pytest.skip(f"{what} is missing: make clients")
+
+
+def built(*parts: str) -> str:
+    """Return the path of what was built, where the language of the client is; skip where not."""
+    path = CLIENTS.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"{parts[-1]} is missing: make clients builds it where {parts[0]} is")
+    return str(path)
 
 
 def aws_cli() -> str:

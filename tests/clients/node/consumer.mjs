@@ -124,6 +124,23 @@ test("heartbeats keep a message that takes longer than its visibility timeout", 
   assert.equal(stolen, 0);
 });
 
+test("a handler that takes longer than the visibility timeout gets rid of its message", async () => {
+  const queueUrl = await queue({ VisibilityTimeout: "1" });
+  await send(queueUrl, ["slow"]);
+  let runs = 0;
+  const handleMessage = async (message) => {
+    runs += 1;
+    await sleep(1_500);
+    return message;
+  };
+  const told = await consume(
+    { queueUrl, handleMessage },
+    async () => (await left(queueUrl)) === 0,
+  );
+  assert.equal(runs, 1);
+  assert.deepEqual(told, { error: [], processing_error: [] });
+});
+
 test("what fails is told and comes again", async () => {
   const queueUrl = await queue({ VisibilityTimeout: "600" });
   await send(queueUrl, ["good", "bad"]);
