@@ -129,8 +129,8 @@ MAX_BUFFERED_BYTES: Final = 512 * 1024 * 1024
 MAX_STRANGERS_BYTES: Final = 64 * 1024 * 1024
 MAX_ALL_WAITING_CLAIMS: Final = 100_000
 # Requests of one connection that are begun before the others have their turn, and the time for it.
-MAX_TURN_ANSWERS: Final = 32
-MAX_TURN_MS: Final = 2
+MAX_TURN_ANSWERS: Final = 256
+MAX_TURN_MS: Final = 5
 
 # --- HTTP -------------------------------------------------------------------------------------
 HTTP_MAX_REQUEST_LINE_BYTES: Final = 16 * 1024
@@ -138,7 +138,8 @@ HTTP_MAX_HEADERS_BYTES: Final = 32 * 1024
 HTTP_MAX_HEADERS: Final = 100
 # A message of 1 MiB takes up to three times as much in a form or with escapes in JSON.
 HTTP_MAX_BODY_BYTES: Final = 8 * 1024 * 1024
-HTTP_MAX_PIPELINED: Final = 16
+# Bytes behind a request that is being answered before the connection is read no further.
+HTTP_MAX_AHEAD_BYTES: Final = 64 * 1024
 HTTP_WRITE_HIGH_WATER_BYTES: Final = 256 * 1024
 HTTP_FIRST_BYTE_MS: Final = 30_000
 HTTP_REQUEST_MS: Final = 60_000

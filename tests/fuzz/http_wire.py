@@ -72,14 +72,15 @@ class _Loop:
     """Has the time, and runs what is due soon when it is told to."""
 
     def __init__(self) -> None:
-        self.soon: list[Callable[[], object]] = []
+        self._soon: list[tuple[Callable[..., object], tuple[object, ...]]] = []
 
-    def call_soon(self, callback: Callable[[], object]) -> None:
-        self.soon.append(callback)
+    def call_soon(self, callback: Callable[..., object], *arguments: object) -> None:
+        self._soon.append((callback, arguments))
 
     def turn(self) -> None:
-        while self.soon:
-            self.soon.pop()()
+        while self._soon:
+            callback, arguments = self._soon.pop()
+            callback(*arguments)
 
     def time(self) -> float:
         return 0.0

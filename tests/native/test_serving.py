@@ -330,7 +330,7 @@ def test_what_comes_for_a_claim_behind_the_last_word_goes_back(served: Served) -
         raw.send(encoder.frame(wire.Claim(1, "q", 1, None, 600_000)))
         eventually(lambda: served.batcher.parked == 1)
         (connection,) = served.listener.connections
-        connection._ending = True
+        connection._shut = True
         served.broker.publish([message()])
         eventually(lambda: served.broker.stats("q").released_total == 1)
         (delivery,) = served.broker.claim("q", wait_ms=60_000)

@@ -16,6 +16,7 @@ import os
 import resource
 import socket
 import struct
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -23,12 +24,15 @@ import msgspec
 
 from penstock import limits
 from penstock.addresses import Address
+from penstock.clock import loop_seconds
 from penstock.errors import InvalidInput
 from penstock.server.access import handshake_reason
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
+
+    from penstock.server.framed import FramedConnection
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +110,37 @@ class _Group:
             self.holding.pop(slot, None)
 
 
+class Turns:
+    """The connections that have more to do than one turn of the loop lets each do, in order.
+
+    What they do in a turn of the loop is bounded for all of them together, too.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[FramedConnection] = deque()
+        self._scheduled = False
+
+    def add(self, connection: FramedConnection, loop: asyncio.AbstractEventLoop) -> None:
+        """Let a connection go on when those before it have."""
+        self._waiting.append(connection)
+        self._schedule(loop)
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._waiting and not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._next, loop)
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._scheduled = False
+        until = loop_seconds() + limits.MAX_TURN_MS / 1000
+        for _ in range(len(self._waiting)):
+            # It may come to wait again.
+            self._waiting.popleft().take_turn()
+            if loop_seconds() > until:
+                break
+        self._schedule(loop)
+
+
 class Connections:
     """The slots of all connections: how many there may be, and the bytes that they hold."""
 
@@ -122,6 +157,7 @@ class Connections:
         """
         self.failed = failed
         self.most = most
+        self.turns = Turns()
         self._turned_away = turned_away
         self._strangers = _Group(limits.MAX_STRANGERS_BYTES)
         self._known = _Group(limits.MAX_BUFFERED_BYTES)
@@ -223,6 +259,8 @@ class Listener:
 
     protocol = ""
     handshake_seconds: float | None = None
+    # How often every connection is checked.
+    check_seconds = 1.0
 
     def __init__(
         self,
@@ -233,14 +271,16 @@ class Listener:
         slots: Connections | None = None,
     ) -> None:
         self.slots = Connections() if slots is None else slots
-        # The open connections: the protocol adds and removes them.
+        # The open connections, which add and remove themselves.
         self.connections: set[Any] = set()
+        self.stopping = False
         self.address = (host, port)
         # Replaced when the certificate is read again: it is for the connections to come.
         self.tls = tls
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def make_connection(self, slot: Slot) -> asyncio.Protocol:
         """Make the connection that has a slot."""
@@ -248,7 +288,25 @@ class Listener:
 
     async def stop(self, grace_ms: int) -> None:
         """Accept no more, answer the requests at work, then close the connections."""
-        raise NotImplementedError
+        self.stopping = True
+        self.close()
+        if self._timer is None:
+            return
+        loop = asyncio.get_running_loop()
+        until = loop.time() + grace_ms / 1000
+        for connection in list(self.connections):
+            connection.leave()
+        while any(each.busy for each in self.connections) and loop.time() < until:
+            await asyncio.sleep(0.002)
+        for connection in list(self.connections):
+            connection.close()
+        until = max(until, loop.time() + 0.1)
+        while self.connections and loop.time() < until:
+            await asyncio.sleep(0.002)
+        for connection in list(self.connections):
+            connection.abort()
+        self._timer.cancel()
+        self._timer = None
 
     def take(self, sockets: list[socket.socket]) -> None:
         """Accept by sockets that are bound already, once it is started."""
@@ -261,6 +319,15 @@ class Listener:
         for made in self._sockets:
             made.setblocking(False)  # noqa: FBT003
             asyncio.get_running_loop().add_reader(made, self._accept, made)
+        self._check()
+
+    def _check(self) -> None:
+        """Check every connection: one timer for all of them, so that an idle one costs nothing."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.check_seconds, self._check)
+        now = loop.time()
+        for connection in list(self.connections):
+            connection.check(now)
 
     def close(self) -> None:
         """Accept no more, and close the sockets that have no connection yet."""

@@ -13,9 +13,8 @@ import asyncio
 import contextlib
 import logging
 import re
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import capnp
 
@@ -24,12 +23,13 @@ from penstock.clock import loop_seconds
 from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNotFound
 from penstock.model import Message
 from penstock.server.connections import Listener
+from penstock.server.framed import TURN_SECONDS, FramedConnection
 from penstock.server.shares import holder_of
 from penstock.server.waiting import ClaimWait
 from penstock.validation import check_count
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Iterator
 
     from penstock.broker.broker import Broker
     from penstock.model import Delivery
@@ -43,6 +43,9 @@ _SCHEMA: Final = capnp.load(str(Path(__file__).with_suffix(".capnp")))
 # The most words of eight bytes in a message from a client: a publish, and some room.
 _TRAVERSAL_WORDS: Final = limits.MAX_PUBLISH_BYTES // 8 + (1 << 20)
 _CONSUMER: Final = "queueber"
+# The library's buffer for messages that fit into it; no call is shorter than the second.
+_BUFFER_BYTES: Final = 64 * 1024
+_CALL_BYTES: Final = 64
 _ID_BYTES: Final = 16
 _ID_BITS: Final = 0x8 << 76 | 0b10 << 62
 _LEASE: Final = re.compile(rb"[0-9A-Za-z_-]{1,128}")
@@ -91,7 +94,7 @@ class QueueberListener(Listener):
 
     def make_connection(self, slot: Slot) -> QueueberConnection:
         """Make the connection that has a slot."""
-        return QueueberConnection(self.slots, slot, partial(self._connected, slot))
+        return QueueberConnection(self, slot)
 
     async def start(self) -> None:
         """Listen; the queue is there afterwards."""
@@ -103,11 +106,9 @@ class QueueberListener(Listener):
             await self._stack.aclose()
             raise
 
-    async def stop(self, grace_ms: int) -> None:  # noqa: ARG002 - claims that wait were handed back
-        """Accept no more connections, and close the open ones."""
-        self.close()
-        for connection in list(self.connections):
-            connection.close()
+    async def stop(self, grace_ms: int) -> None:
+        """Accept no more connections, answer calls at work, and close the open ones."""
+        await super().stop(grace_ms)
         await self._stack.aclose()
 
     def _make_queue(self, broker: Broker) -> None:
@@ -116,87 +117,142 @@ class QueueberListener(Listener):
         except QueueNotFound:
             broker.create_queue(self.queue)
 
-    async def _connected(self, slot: Slot, stream: Any) -> None:
-        if slot.full or len(self.connections) >= limits.MAX_QUEUEBER_CONNECTIONS:
-            log.warning("%d clients are connected: no more are taken", len(self.connections))
-            slot.holder.abort()
-            return
-        server = capnp.TwoPartyServer(
-            stream, bootstrap=_Service(self, slot), traversal_limit_in_words=_TRAVERSAL_WORDS
-        )
-        self.connections.add(server)
-        try:
-            await server.on_disconnect()
-        finally:
-            self.connections.discard(server)
 
+class QueueberConnection(FramedConnection):
+    """A connection: the library's protocol, which is given the bytes that it asks for, in turns.
 
-class QueueberConnection(asyncio.Protocol):
-    """A connection: the library's protocol, with a bound, and kept from what it does not survive.
-
-    It lets the loop read into its own memory, and stops the reading when it is asked where to: that
-    ends the process, if the loop is uvloop's. After an EOF it reads once more, through a pointer
-    that leads nowhere. So it gets the bytes that were read, and hears of a lost connection only.
+    The library would have the loop read into its own memory, and stops the reading when it is asked
+    where to: that ends the process, if the loop is uvloop's. After an EOF it reads once more,
+    through a pointer that leads nowhere. And it takes all messages that have come in one turn of
+    the loop. So this is its transport as well: it says there when it reads, and hears of a lost
+    connection only.
     """
 
-    idle = True
+    _listener: QueueberListener
 
-    def __init__(
-        self, connections: Connections, slot: Slot, connected: Callable[[Any], Awaitable[None]]
-    ) -> None:
-        self._slots = connections
-        self._slot = slot
-        self._inner = capnp.AsyncIoStream._connect(connected)  # noqa: SLF001 - there is no other
-        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+    def __init__(self, listener: QueueberListener, slot: Slot) -> None:
+        super().__init__(listener, asyncio.get_running_loop(), slot)
+        self._inner = capnp.AsyncIoStream._connect(self._serve)  # noqa: SLF001 - there is no other
+        # Bytes that the library has not asked for yet.
+        self._unfed = b""
         # Of the read under way: the bytes that are still wanted, and those that have come.
-        self._wanted_bytes = self._held_bytes = 0
+        self._wanted_bytes = self._read_bytes = 0
+        self._calls = 0
+
+    async def _serve(self, stream: Any) -> None:
+        if len(self._listener.connections) > limits.MAX_QUEUEBER_CONNECTIONS:
+            log.warning(
+                "%d clients are connected: no more are taken", limits.MAX_QUEUEBER_CONNECTIONS
+            )
+            self._shut = True
+        if not self._shut:
+            service = _Service(self._listener, self, self._slot)
+            server = capnp.TwoPartyServer(
+                stream, bootstrap=service, traversal_limit_in_words=_TRAVERSAL_WORDS
+            )
+            await server.on_disconnect()
+        self.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take a client."""
-        self._transport = cast(asyncio.Transport, transport)
-        self._slot.hold_for(self, transport)
-        self._inner.connection_made(transport)
+        super().connection_made(transport)
+        self._inner.connection_made(self)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        """Forget it."""
-        self._slots.leave(self._slot)
-        self._inner.connection_lost(error)
+    def _lost(self) -> None:
+        self._inner.connection_lost(None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is at work."""
+        return not self._calls
 
     def eof_received(self) -> bool:
         """Close: a client that sends no more gets no answer either."""
-        self._transport.abort()
+        self.abort()
         return True
 
-    def data_received(self, data: bytes) -> None:
-        """Pass the bytes on, and count those of a message until it is whole."""
-        left = memoryview(data)
-        while left:
-            buffer = self._inner.get_buffer(len(left))
-            part = left[: len(buffer)]
+    def _drop(self) -> None:
+        self._unfed = b""
+        self._wanted_bytes = 0
+        super()._drop()
+
+    def _work(self, data: bytes = b"") -> None:
+        """Give the library what it asks for: the length of a message, then its rest."""
+        self._unfed = self._unfed + data if self._unfed else data
+        if self._waits_for_turn:
+            return
+        view, at = memoryview(self._unfed), 0
+        ends = loop_seconds() + TURN_SECONDS
+        while at < len(view) and self._stuck_since is None and not self._shut:
+            if self._calls >= limits.MAX_REQUESTS_AT_WORK:
+                break
+            buffer = self._inner.get_buffer(1)
+            # Otherwise nothing is read: the library is at work, and says when it reads again.
+            if not isinstance(buffer, memoryview):
+                break
+            if self._share <= 0 or loop_seconds() > ends:
+                self._yield_turn()
+                break
+            # Its buffer holds many short messages; a larger one is of a single message.
+            short = len(buffer) <= _BUFFER_BYTES
+            room = self._share * _CALL_BYTES if short else len(buffer)
+            part = view[at : at + min(room, len(buffer))]
+            self._share -= len(part) // _CALL_BYTES + 1
             buffer[: len(part)] = part
-            if isinstance(buffer, memoryview):
-                begun = len(buffer) > self._wanted_bytes
-                self._wanted_bytes = len(buffer) - len(part)
-                self._held_bytes = len(part) + (0 if begun else self._held_bytes)
+            begun = len(buffer) > self._wanted_bytes
+            self._wanted_bytes = len(buffer) - len(part)
+            self._read_bytes = len(part) + (0 if begun else self._read_bytes)
+            at += len(part)
             self._inner.buffer_updated(len(part))
-            left = left[len(part) :]
-        self._slots.hold(self._slot, self._held_bytes if self._wanted_bytes else 0)
+        if self._shut:
+            return
+        self._unfed = bytes(view[at:]) if at else self._unfed
+        self._in_hand = len(self._unfed) + (self._read_bytes if self._wanted_bytes else 0)
+        self._read(wanted=not self._unfed and self._stuck_since is None)
 
     def pause_writing(self) -> None:
         """Write no more for now."""
         self._inner.pause_writing()
+        super().pause_writing()
 
     def resume_writing(self) -> None:
         """Write on."""
         self._inner.resume_writing()
+        super().resume_writing()
 
-    def abort(self) -> None:
-        """Close it."""
-        self._transport.abort()
+    def leave(self) -> None:
+        """Read no more calls."""
+        self._shut = True
 
-    def refuse(self, why: str) -> None:  # noqa: ARG002 - the protocol has no way to say it
-        """Close it."""
-        self.abort()
+    def count_call(self, more: int) -> None:
+        """Count a call that is at work, or is no more."""
+        self._calls += more
+        if more < 0 and self._unfed:
+            self._work()
+            self._account()
+
+    # --- called by the library, as its transport ------------------------------------------------
+
+    def resume_reading(self) -> None:
+        """Give it what has come: it reads."""
+        if self._unfed:
+            self._work()
+            self._account()
+
+    def pause_reading(self) -> None:
+        """Do nothing: it is asked whether it reads."""
+
+    def write(self, data: bytes) -> None:
+        """Write an answer."""
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._transport.is_closing()
+
+    def can_write_eof(self) -> bool:
+        """Whether one direction can be ended: that is never wanted."""
+        return False
 
 
 class _Refusal(Exception):
@@ -209,8 +265,11 @@ class _Refusal(Exception):
 class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
     """The interface that one client calls; after an error the connection stays."""
 
-    def __init__(self, listener: QueueberListener, slot: Slot) -> None:
+    def __init__(
+        self, listener: QueueberListener, connection: QueueberConnection, slot: Slot
+    ) -> None:
         self._listener = listener
+        self._connection = connection
         self._slot = slot
         self._batcher = listener.batcher
         self._queue = listener.queue
@@ -296,6 +355,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
         listener, began, outcome = self._listener, loop_seconds(), "ok"
         # A client that asks for something is no stranger here.
         listener.slots.trust(self._slot)
+        self._connection.count_call(1)
         try:
             yield
         except BaseException as error:
@@ -307,6 +367,7 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
             log.exception("%s failed", operation)
             raise _Refusal(f"the server failed ({outcome}); its log says why") from None
         finally:
+            self._connection.count_call(-1)
             if listener.metrics is not None:
                 about = ("capnp", operation, loop_seconds() - began, outcome)
                 waited_s = 0.0 if wait is None else wait.waited_s

@@ -110,9 +110,11 @@ NOT_HTTP: Final = (
 # Linux tells which bytes of a TCP connection were acknowledged, whatever lies between (TLS).
 # Elsewhere bytes count as taken once the transport has handed them on.
 
-# Of Linux's struct tcp_info: segments under way, bytes acknowledged, bytes that were not sent yet.
+# Of Linux's struct tcp_info: segments under way, bytes acknowledged, bytes that were not sent yet;
+# and bytes that were sent, those that were sent again included, and how many these were.
 _TCP_INFO: Final = getattr(socket, "TCP_INFO", None)
 _FIELDS: Final = struct.Struct("=24xI92xQ16xI")
+_SENT: Final = struct.Struct("=200xQQ")
 
 
 class Progress(NamedTuple):
@@ -125,10 +127,21 @@ class Progress(NamedTuple):
 def progress_of(transport: Transport) -> Progress:
     """Return how many of a transport's written bytes the other side has taken."""
     unwritten = transport.get_write_buffer_size()
-    made = transport.get_extra_info("socket")
-    try:
-        info = made.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _FIELDS.size)
-        under_way, acked, unsent = _FIELDS.unpack(info)
-    except (AttributeError, TypeError, OSError, struct.error):
+    if (info := _tcp_info(transport, _FIELDS)) is None:
         return Progress(-unwritten, not unwritten)
+    under_way, acked, unsent = info
     return Progress(acked, not (unwritten or under_way or unsent))
+
+
+def sent_bytes(transport: Transport) -> int | None:
+    """Return how many bytes of a connection have been on the line; None where nobody knows."""
+    info = _tcp_info(transport, _SENT)
+    return None if info is None else info[0] - info[1]
+
+
+def _tcp_info(transport: Transport, fields: struct.Struct) -> tuple[int, ...] | None:
+    try:
+        made = transport.get_extra_info("socket")
+        return fields.unpack(made.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, fields.size))
+    except (AttributeError, TypeError, OSError, struct.error):
+        return None

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from penstock.server.security import Principal
     from penstock.server.served_store import Server
 
-CHECK_SECONDS: Final = 1.0
 # The dedup window that clients assume; the welcome tells of a shorter one.
 DEDUP_WINDOW_MS: Final = 300_000
 
@@ -46,7 +45,6 @@ class NativeListener(Listener):
         # Bytes of requests at work, of all connections; and the connections that wait for fewer.
         self.bytes_at_work = 0
         self.waiting: set[NativeConnection] = set()
-        self._timer: asyncio.TimerHandle | None = None
         self.store_id = ""
         self.loop: AbstractEventLoop = asyncio.get_running_loop()
 
@@ -58,27 +56,6 @@ class NativeListener(Listener):
         """Bind, and accept connections from now on."""
         self.store_id = (await self.batcher.call(lambda broker: broker.info())).store_id
         await super().start()
-        self._timer = self.loop.call_later(CHECK_SECONDS, self._check)
-
-    async def stop(self, grace_ms: int) -> None:
-        """Accept no more, answer the requests at work, then close every connection."""
-        if self._timer is None:
-            return
-        self.close()
-        self._timer.cancel()
-        until = self.loop.time() + grace_ms / 1000
-        for connection in list(self.connections):
-            connection.leave()
-        while any(each.busy for each in self.connections) and self.loop.time() < until:
-            await asyncio.sleep(0.002)
-        for connection in list(self.connections):
-            connection.close()
-        until = max(until, self.loop.time() + 0.1)
-        while self.connections and self.loop.time() < until:
-            await asyncio.sleep(0.002)
-        for connection in list(self.connections):
-            connection.abort()
-        self._timer = None
 
     def welcome(self, version: int) -> wire.Welcome:
         """Make the answer to a greeting."""
@@ -115,10 +92,3 @@ class NativeListener(Listener):
             waiting, self.waiting = self.waiting, set()
             for connection in waiting:
                 self.loop.call_soon(connection.go_on)
-
-    def _check(self) -> None:
-        """Check every connection: one timer for all of them."""
-        self._timer = self.loop.call_later(CHECK_SECONDS, self._check)
-        now = self.loop.time()
-        for connection in list(self.connections):
-            connection.check(now)

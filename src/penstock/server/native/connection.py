@@ -8,16 +8,17 @@ a client at a time.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 from penstock import limits
 from penstock.clock import loop_seconds
 from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnreachable
 from penstock.model import OutcomeStatus
-from penstock.server.native.consumers import Consumers
+from penstock.server.framed import TURN_SECONDS, FramedConnection
+from penstock.server.native.consumers import Consumers, UnsentMessages
 from penstock.server.native.requests import (
     VERBS,
     WITH_MESSAGES,
@@ -28,10 +29,11 @@ from penstock.server.native.requests import (
 from penstock.server.security import ANYONE, told
 from penstock.validation import check_count
 from penstock.wire import native as wire
-from penstock.wire.frames import NOT_HTTP, FrameReader, progress_of, protocol_of
+from penstock.wire.frames import NOT_HTTP, FrameReader, protocol_of
 from penstock.wire.native import failure_of
 
 if TYPE_CHECKING:
+    import asyncio
     from asyncio import Future
 
     from penstock.server.connections import Slot
@@ -41,20 +43,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How long the client has to read a farewell before the connection is closed.
-LINGER_SECONDS: Final = 1.0
 
+class NativeConnection(FramedConnection):
+    """One client's connection."""
 
-class NativeConnection(asyncio.Protocol):
-    """One client's connection; the loop calls it."""
+    _listener: NativeListener
 
     def __init__(self, listener: NativeListener, slot: Slot) -> None:
-        self._listener = listener
-        self._slot = slot
-        self._loop = listener.loop
+        super().__init__(listener, listener.loop, slot)
         self._batcher = listener.batcher
         self._encoder = listener.encoder
-        self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(limits.MAX_HELLO_BYTES)
         self._token = ""
         self._principal: Principal | None = None
@@ -72,43 +70,34 @@ class NativeConnection(asyncio.Protocol):
         self._consumers = Consumers(listener, self._backpressure, self._write)
         self._out: list[bytes] = []
         self._out_bytes = 0
-        # Messages whose answer is not written yet.
-        self._unwritten: list[ClaimedMessages] = []
-        self._reading = True
-        self._stuck_since: float | None = None
-        self._stuck_taken = 0
+        # Messages whose answer is not written yet, and those that may not have left the process.
+        self._unwritten: list[tuple[int, ClaimedMessages]] = []
+        self._unsent_messages = UnsentMessages()
         self._leaving = False
-        self._ending = False
-        self._made = self._heard = self._loop.time()
+        self._heard = self._loop.time()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is at work; claims that wait do not count."""
+        return not self._at_work
 
     @property
     def busy(self) -> bool:
         """Whether something is in hand or unsent."""
-        return bool(self._at_work or self._waits or self._out) or self._stuck_since is not None
+        return bool(self._waits or self._out) or super().busy
 
     # --- called by the loop --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for a greeting."""
-        # A loop's transports need not be of asyncio's classes.
-        made = cast(asyncio.Transport, transport)
-        self._transport = made
-        made.set_write_buffer_limits(high=limits.MAX_UNSENT_BYTES)
-        self._listener.connections.add(self)
-        self._slot.hold_for(self, made)
-        if self._slot.full:
-            why = "too many connections: share clients, or raise limits.connections"
-            self._farewell(PenstockError(why), final=False)
+        """Wait for a greeting: one that dribbles in must not hold a connection."""
+        self._due_in(limits.MAX_GREETING_MS)
+        super().connection_made(transport)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - whatever it was
-        """Cancel the claims that wait: their messages go to other clients."""
-        self._transport = None
-        self._listener.connections.discard(self)
-        self._listener.slots.leave(self._slot)
+    def _lost(self) -> None:
+        """Cancel the claims that wait, and give back what was not sent: others get the messages."""
         self._listener.waiting.discard(self)
-        self._reader = FrameReader(1)
+        self._batcher.take_back(self._unsent_messages.unsent(self._transport))
         self._out.clear()
-        self._account()
         for pending in list(self._at_work):
             # A call that waits for a thread need not begin any more.
             if pending.future is not None and not pending.verb.batched:
@@ -118,49 +107,29 @@ class NativeConnection(asyncio.Protocol):
             if each is not None:
                 each.cancel()
 
-    def data_received(self, data: bytes) -> None:
-        """Take bytes in whatever pieces."""
-        self._heard = self._loop.time()
-        if not self._ending:
-            self._reader.feed(data)
-            self._work()
-            if self._reader.pending or self._slot.held_bytes or self._stuck_since is not None:
-                self._account()
+    def _drop(self) -> None:
+        self._reader = FrameReader(1)
+        super()._drop()
 
     def eof_received(self) -> bool:
         """Close: a client that sends no more gets no answer either."""
         # Now, since closing takes as long as sending the answers before.
         self._end_claims()
+        self._shut = True
         return False
 
     def pause_writing(self) -> None:
-        """Stop reading from a client that does not read, and claim nothing more for it."""
-        self._stuck_since = self._loop.time()
-        if self._transport is not None:
-            self._stuck_taken = progress_of(self._transport).taken
+        """Claim nothing more for a client that does not read."""
         self._backpressure.shut()
-        self._account()
+        self._unsent_messages.keep_receipts()
+        super().pause_writing()
 
     def resume_writing(self) -> None:
         """Go on where it stopped."""
         self._stuck_since = None
         self._backpressure.reopen()
         self._consumers.retry()
-        self._work()
-        self._account()
-
-    def _account(self) -> None:
-        """Report the bytes that are kept here: fed and not begun, or not read by the client."""
-        held = self._reader.pending
-        if self._stuck_since is not None:
-            held += self._unsent
-        if held != self._slot.held_bytes:
-            self._listener.slots.hold(self._slot, held)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request is at work; claims that wait do not count."""
-        return not self._at_work
+        super().resume_writing()
 
     def refuse(self, why: str) -> None:
         """Make way for others: all connections hold too many bytes."""
@@ -171,24 +140,35 @@ class NativeConnection(asyncio.Protocol):
 
     # --- requests ------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, data: bytes = b"") -> None:
         """Begin the requests that have come, as far as bounds allow; read on only if they do."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        if data:
+            self._heard = self._loop.time()
+            self._reader.feed(data)
+            self._in_hand = self._reader.pending
+        if self._shut or self._waits_for_turn:
             return
         listener, wanted = self._listener, False
+        ends = loop_seconds() + TURN_SECONDS
         try:
             while not (
                 len(self._at_work) >= limits.MAX_REQUESTS_AT_WORK
                 or self._bytes_at_work >= limits.MAX_BYTES_AT_WORK
                 or self._stuck_since is not None
                 or self._login is not None
-                or self._ending
+                or self._shut
             ):
                 if listener.bytes_at_work >= limits.MAX_ALL_BYTES_AT_WORK:
                     listener.waiting.add(self)
                     break
-                if not self._reader.pending or (frame := self._reader.take()) is None:
+                if not self._reader.pending:
+                    wanted = True
+                    break
+                if self._share <= 0 or loop_seconds() > ends:
+                    self._yield_turn()
+                    break
+                self._share -= 1
+                if (frame := self._reader.take()) is None:
                     wanted = True
                     break
                 if self._principal is None:
@@ -204,9 +184,9 @@ class NativeConnection(asyncio.Protocol):
             else:
                 self._farewell(error, final=self._principal is None)
             return
-        if wanted is not self._reading and not self._ending:
-            self._reading = wanted
-            (transport.resume_reading if wanted else transport.pause_reading)()
+        self._in_hand = self._reader.pending
+        if wanted is not self._reading and not self._shut:
+            self._read(wanted=wanted)
 
     def go_on(self) -> None:
         """Begin the requests that waited for others to end."""
@@ -220,7 +200,7 @@ class NativeConnection(asyncio.Protocol):
 
     def _welcome(self, hello: wire.Hello, principal: Principal | None) -> None:
         self._login = None
-        if self._transport is None:
+        if self._shut:
             return
         if principal is None:
             note = self._listener.metrics.refusals.token
@@ -233,6 +213,7 @@ class NativeConnection(asyncio.Protocol):
         if hello.patience_ms > 0:
             self._patience_s = min(hello.patience_ms, limits.MAX_WAIT_MS) / 1000
         self._listener.slots.trust(self._slot)
+        self.deadline = inf
         self._reader.max_frame_bytes = limits.MAX_FRAME_BYTES
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
         self.go_on()
@@ -420,7 +401,7 @@ class NativeConnection(asyncio.Protocol):
     def _finish(self, pending: PendingRequest, result: Any, error: BaseException | None) -> None:
         """Write the answer of a request, and go on with those that waited for room."""
         request, kind = pending.request, type(pending.request)
-        if self._ending or self._transport is None or self._transport.is_closing():
+        if self._shut or self._transport.is_closing():
             self._end(pending)
             if kind is wire.Claim and result:
                 self._batcher.take_back(result.receipts())
@@ -454,7 +435,7 @@ class NativeConnection(asyncio.Protocol):
         if self._waits.get(pending.request.id) is not pending:
             # It was withdrawn, and answered, just now.
             return
-        if self._leaving or self._ending or self._transport is None:
+        if self._leaving or self._shut:
             self._end(pending)
             self._write(self._encoder.frame(wire.Undone(pending.request.id)))
             return
@@ -486,31 +467,41 @@ class NativeConnection(asyncio.Protocol):
 
     @property
     def _unsent(self) -> int:
-        waiting = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        return self._out_bytes + waiting
+        return self._out_bytes + super()._unsent
 
     def _write(self, frame: bytes, claimed: ClaimedMessages | None = None) -> None:
         """Write a frame at the end of this turn; ``claimed`` are the messages in it, if any."""
-        if self._ending:
+        if self._shut:
+            if claimed:
+                self._batcher.take_back(claimed.receipts())
             return
         if claimed:
-            self._unwritten.append(claimed)
+            self._unwritten.append((self._out_bytes, claimed))
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(frame)
         self._out_bytes += len(frame)
         if self._out_bytes > limits.MAX_UNSENT_BYTES:
             # At once, so that the next request knows whether there is room for it.
+            share = self._share
             self._flush()
+            self._share = share
 
     def _flush(self) -> None:
-        out, self._out, self._out_bytes = self._out, [], 0
+        """Write the answers of a turn of the loop, which is over."""
+        self._share = limits.MAX_TURN_ANSWERS
+        out, self._out, size, self._out_bytes = self._out, [], self._out_bytes, 0
         unwritten, self._unwritten = self._unwritten, []
-        if self._transport is None or self._transport.is_closing():
-            for claimed in unwritten:
+        if self._transport.is_closing():
+            for _, claimed in unwritten:
                 self._batcher.take_back(claimed.receipts())
         elif out:
+            if unwritten:
+                self._unsent_messages.note(unwritten, self._transport)
+            self._unsent_messages.written_bytes += size
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+            if unwritten and self._stuck_since is not None:
+                self._unsent_messages.keep_receipts()
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -524,57 +515,27 @@ class NativeConnection(asyncio.Protocol):
     def close(self) -> None:
         """Send the answers that are ready, then close."""
         self._flush()
-        self._ending = True
-        if self._transport is not None:
-            self._transport.close()
-
-    def abort(self) -> None:
-        """Close at once."""
-        if self._transport is not None:
-            self._transport.abort()
+        super().close()
 
     def _farewell(self, error: PenstockError, *, final: bool) -> None:
         """Say why, and give the other side a moment to read it."""
-        if self._ending:
-            return
-        failure = failure_of(0, error)
-        self._end_with(self._encoder.frame(wire.Bye(failure.name, failure.message, final)))
+        if not self._shut:
+            failure = failure_of(0, error)
+            self._end_with(self._encoder.frame(wire.Bye(failure.name, failure.message, final)))
 
     def _end_with(self, last: bytes) -> None:
         """Write the last bytes of the connection, and read no more requests."""
-        self._write(last)
         self._flush()
-        # The connection reads and drops further bytes: closing over unread ones would take the
-        # farewell back before the client reads it.
-        self._ending = True
+        super()._end_with(last)
         self._end_claims()
-        self._reader = FrameReader(1)
-        if self._transport is not None:
-            if self._transport.can_write_eof():
-                self._transport.write_eof()
-            if not self._reading:
-                self._reading = True
-                self._transport.resume_reading()
-        self._loop.call_later(LINGER_SECONDS, self.abort)
 
     def check(self, now: float) -> None:
         """Close the connection if it has stalled, is idle, or its key is gone."""
+        super().check(now)
+        if self._shut or self._stuck_since is not None or self._principal is None:
+            return
+        self._unsent_messages.forget(self._transport)
         silent_ms = (now - self._heard) * 1000
-        if self._stuck_since is not None and self._transport is not None:
-            taken = progress_of(self._transport).taken
-            if taken > self._stuck_taken:
-                # Slow as it may be, it reads.
-                self._stuck_since = now
-            self._stuck_taken = taken
-            if (now - self._stuck_since) * 1000 > limits.MAX_STALL_MS:
-                log.warning("a native client that does not read its answers was cut off")
-                self.abort()
-            return
-        if self._principal is None:
-            # Since it was made: a greeting that dribbles in must not hold a connection.
-            if (now - self._made) * 1000 > limits.MAX_GREETING_MS:
-                self.abort()
-            return
         if self._reader.pending and self._reading and silent_ms > limits.MAX_STALL_MS:
             self._farewell(InvalidInput("a frame was begun and not ended"), final=False)
         elif silent_ms > limits.MAX_IDLE_MS and not self.busy:

@@ -10,15 +10,18 @@ the credit has left, by as much as these messages are larger than those before.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from penstock import limits
 from penstock.errors import InvalidInput, NotAllowed, PenstockError
 from penstock.server.security import ANYONE, told
 from penstock.validation import check_count, check_text
+from penstock.wire.frames import sent_bytes
 from penstock.wire.native import Undone, failure_of
 
 if TYPE_CHECKING:
+    from asyncio import Transport
     from collections.abc import Callable
 
     from penstock.server.native import NativeListener
@@ -200,3 +203,42 @@ class Consumers:
             refused, self.refused = self.refused, set()
             for consumer in refused:
                 self.batcher.note_room(consumer.queue)
+
+
+class UnsentMessages:
+    """Messages that are written to a connection, and whose bytes may be with the process yet."""
+
+    def __init__(self) -> None:
+        # Of the whole connection; and where in them each answer begins, with its messages, or their
+        # receipts alone.
+        self.written_bytes = 0
+        self._begins: deque[tuple[int, ClaimedMessages | list[str]]] = deque()
+
+    def note(self, begins: list[tuple[int, ClaimedMessages]], transport: Transport) -> None:
+        """Note where messages begin in the bytes that are written next."""
+        if self._begins:
+            self.forget(transport)
+        for begin, claimed in begins:
+            self._begins.append((self.written_bytes + begin, claimed))
+
+    def forget(self, transport: Transport) -> None:
+        """Forget messages whose first bytes have left the process."""
+        left = self.written_bytes - transport.get_write_buffer_size()
+        while self._begins and self._begins[0][0] < left:
+            self._begins.popleft()
+
+    def keep_receipts(self) -> None:
+        """Keep no payloads: the client does not read, and it may take long."""
+        self._begins = deque(
+            (begin, each if isinstance(each, list) else each.receipts())
+            for begin, each in self._begins
+        )
+
+    def unsent(self, transport: Transport) -> list[str]:
+        """Return the receipts of messages that have never been on the line."""
+        sent = sent_bytes(transport) if self._begins else None
+        found: list[str] = []
+        for begin, each in self._begins:
+            if sent is not None and begin >= sent:
+                found += each if isinstance(each, list) else each.receipts()
+        return found
