@@ -254,10 +254,13 @@ class RocksEngine(Engine):
             self._check()
         rows: Any = batch
         # Before the write: an exception out of a signal handler may come right behind it.
-        self._unsynced = True
+        was_unsynced, self._unsynced = self._unsynced, True
         try:
             self._db.write(rows)
         except Exception as error:
+            pass_on(error)
+            # Nothing was written that a close would have to sync.
+            self._unsynced = was_unsynced
             self._fail(error)
 
     def view(self) -> View:
