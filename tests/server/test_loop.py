@@ -11,12 +11,13 @@ import pytest
 from botocore.exceptions import ClientError
 from tests.console.visiting import Visitor
 from tests.server.test_logs import sqs_of
+from tests.waiting import wait_until
 
 import penstock
 from penstock import NotAllowed
 from penstock.filters import parser
 from penstock.flight.client import FlightStore
-from penstock.server import keys, running
+from penstock.server import access, keys, running
 from penstock.server.keys import add_key
 from penstock.server.sqs import queues
 from penstock.wire import native as wire
@@ -25,6 +26,8 @@ from penstock.wire.frames import FrameReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tests.server.conftest import Certificates
 
     from penstock.server import Server
 
@@ -187,3 +190,24 @@ def test_sqs_reads_one_queue_for_one_and_lists_on_a_thread(
         ]
         == "7"
     )
+
+
+def test_keys_and_certificate_are_read_again_on_a_thread(
+    token: str, certs: Certificates, tmp_path: Path, note: Callable[[Any, str], Noted]
+) -> None:
+    read = [note(keys, "read_keys"), note(access, "make_context")]
+    settings: dict[str, Any] = {
+        "native": "127.0.0.1:0",
+        "keys": tmp_path / "keys.toml",
+        "tls_certificate": certs.certificate,
+        "tls_key": certs.key,
+    }
+    with running("memory:", **settings) as server:
+        assert all(each.take() for each in read)
+        server.batcher._loop.call_soon_threadsafe(server.reload_soon)
+        found: set[str] = set()
+        wait_until(lambda: all(each.threads for each in read))
+        for each in read:
+            found.update(each.take())
+        assert LOOP not in found
+    assert token

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import ssl
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -56,6 +57,8 @@ class Access:
         self.tls = ServerTls(config)
         self.listeners: dict[str, Listener] = {}
         self._url = config.sqs_url
+        # The files are read by one thread at a time, so that what it read last is what counts.
+        self._reloading = threading.Lock()
 
     def guard(self, listener: str, host: str) -> PageGuard | None:
         """Return the check of headers for a listener of HTTP; None: it asks for keys."""
@@ -72,8 +75,16 @@ class Access:
         yield "key_former_secret_used_timestamp_seconds", about, used, "key"
         yield "log_lines_lost", "Lines of the log that could not be written.", lost_lines()
 
+    def reload_soon(self) -> None:
+        """Read the files again on a thread: thousands of keys would hold up the loop."""
+        asyncio.get_running_loop().run_in_executor(None, self.reload)
+
     def reload(self) -> None:
         """Read keys and certificate again; a file that can't be used changes nothing."""
+        with self._reloading:
+            self._reload()
+
+    def _reload(self) -> None:
         if self.keys is not None:
             self.keys.reload()
         if self.tls.reload():
@@ -88,7 +99,11 @@ class Access:
         """Read the keys again whenever their file has changed."""
         while self.keys is not None:
             await asyncio.sleep(_WATCH_SECONDS)
-            self.keys.refresh()
+            await asyncio.to_thread(self._refresh, self.keys)
+
+    def _refresh(self, keys: Keys) -> None:
+        with self._reloading:
+            keys.refresh()
 
 
 class ServerTls:

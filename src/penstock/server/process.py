@@ -218,7 +218,7 @@ async def _serve(server: Server, say: Callable[[str], None], taken: _Taken) -> b
     """Return whether it ended in order, with everything answered; raise if the store is lost."""
     loop = asyncio.get_running_loop()
     told = taken.told
-    loop.add_signal_handler(signal.SIGHUP, server.reload)
+    loop.add_signal_handler(signal.SIGHUP, server.reload_soon)
     await server.start(taken.bound)
     places = ", ".join(map(server.location, server.addresses))
     say(f"serving {without_password(server.config.store)} at {places}")
@@ -407,7 +407,7 @@ async def _standby_pages(config: Config) -> AsyncIterator[dict[str, list[socket.
     from penstock.server.http_connection import Http  # noqa: PLC0415
 
     loop, standby = asyncio.get_running_loop(), Standby(config)
-    loop.add_signal_handler(signal.SIGHUP, standby.reload)
+    loop.add_signal_handler(signal.SIGHUP, standby.reload_soon)
     hosts = {name: host for name, (host, _) in config.addresses().items()}
     bound = _bind(config, [name for name in hosts if name in _STANDBY_LISTENERS])
     async with AsyncExitStack() as stack:
