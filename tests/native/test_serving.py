@@ -164,7 +164,7 @@ def test_an_idle_connection_is_let_go_and_made_again(
 
 
 def test_too_many_connections(served: Served) -> None:
-    served.listener.slots.most = 2
+    served.listener.slots.places.most = 2
     with Raw(served) as one, Raw(served) as two:
         assert isinstance(one.read(), wire.Welcome)
         assert isinstance(two.read(), wire.Welcome)

@@ -19,6 +19,7 @@ from penstock.flight.client import FlightStore
 from penstock.flight.snapshots import Snapshot, Snapshots, TableParts, partition
 from penstock.server import running
 from penstock.server.batcher import Batcher
+from penstock.server.connections import Connections, Slot
 from penstock.server.console.visits import Sessions
 from penstock.server.keys import Keys
 from penstock.server.metrics import Refusals
@@ -343,3 +344,70 @@ def test_lines_about_clients_that_were_turned_away(caplog: pytest.LogCaptureFixt
     assert len(caplog.records) == limits.MAX_REFUSAL_LINES // 2
     refusals.login("native", "5.6.7.8:1", "key", "no key")
     assert len(caplog.records) == limits.MAX_REFUSAL_LINES // 2 + 1
+
+
+class Holder:
+    """A connection that has a slot."""
+
+    def __init__(self, name: str, gone: list[str]) -> None:
+        self.idle = True
+        self._name, self._gone = name, gone
+
+    def abort(self) -> None:
+        self._gone.append(self._name)
+
+    def refuse(self, why: str) -> None:
+        assert why
+        self._gone.append(self._name)
+
+
+def test_connections_of_strangers_and_of_keys() -> None:
+    slots, gone = Connections(10), list[str]()
+
+    def come(name: str, host: str, key: str = "") -> Slot:
+        slot = slots.enter(Holder(name, gone), "native", f"{host}:{name}")
+        slot.key_id = key
+        if key:
+            slots.trust(slot)
+        return slot
+
+    come("1", "honest")
+    for number in range(9):
+        come(f"1{number}", "hog")
+    # The oldest of the host that has the most makes way, not the oldest of all.
+    honest = come("2", "honest", "key")
+    assert gone == ["10"]
+    # A key has up to four fifths; the one that is refused stays a stranger.
+    assert grab(lambda: come("3", "many", "greedy"), "key 'greedy' has 8 of .* 1 are free") == 8
+    come("4", "other", "key-4")
+    assert honest in slots._known.slots
+    for slot in [*slots._known.slots, *slots._strangers.slots]:
+        slots.leave(slot)
+    assert slots.places.total == len(slots) == 0
+
+
+@pytest.mark.parametrize("key", ["", "key"])
+def test_bytes_of_connections(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(limits, "MAX_STRANGERS_BYTES", 100)
+    monkeypatch.setattr(limits, "MAX_BUFFERED_BYTES", 100)
+    slots, gone = Connections(100), list[str]()
+
+    def come(name: str, owner: str) -> Slot:
+        slot = slots.enter(Holder(name, gone), "native", f"{owner}:{name}")
+        if key:
+            slot.key_id = f"{key}-{owner}"
+            slots.trust(slot)
+        return slot
+
+    slots.hold(come("first", "honest"), 10)
+    many = [come(f"hog-{number}", "hog") for number in range(20)]
+    for slot in many:
+        slots.hold(slot, 10)
+    # Those of the hog make way, the oldest first; the other has held its bytes for longer.
+    assert gone == [f"hog-{number}" for number in range(11)]
+    for slot in many:
+        slot.holder.idle = False  # type: ignore[misc]
+    gone.clear()
+    slots.hold(come("second", "honest"), 10)
+    assert gone == ["hog-11"]
+    assert slots.held_bytes == 100

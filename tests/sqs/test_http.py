@@ -67,8 +67,9 @@ def send(body: str = "x", **extra: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def connected(served: Served) -> Iterator[socket.socket]:
-    with socket.create_connection((served.host, served.port), timeout=60) as connection:
+def connected(served: Served, host: str = "127.0.0.1") -> Iterator[socket.socket]:
+    place = (served.host, served.port)
+    with socket.create_connection(place, timeout=60, source_address=(host, 0)) as connection:
         yield connection
 
 
@@ -326,21 +327,28 @@ def test_a_poll_of_a_client_that_left_is_forgotten(served: Served) -> None:
 def test_connections_are_bounded() -> None:
     ask = post("ListQueues", {}, close=True)
     with serving() as served:
-        served.http.slots.most = 40
+        served.http.slots.places.most = 40
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(connected(served)) for _ in range(40)]
             wait_until(lambda: len(served.http.connections) == 40)
             # The one that came first and has asked for nothing makes way.
             assert statuses(exchange(served, ask)) == [200]
             assert read_all(idle[0]) == b""
-            for connection in idle[1:]:
+            for connection in idle[1:33]:
                 connection.sendall(post("ListQueues", {}))
                 assert connection.recv(65_536).startswith(b"HTTP/1.1 200 ")
-            wait_until(lambda: len(served.http.connections) == 39)
-            assert statuses(exchange(served, ask)) == [200]
-            last = stack.enter_context(connected(served))
-            last.sendall(post("ListQueues", {}))
-            assert last.recv(65_536).startswith(b"HTTP/1.1 200 ")
+            # A host has four fifths of them, and others have theirs.
+            idle[33].sendall(post("ListQueues", {}))
+            refused = idle[33].recv(65_536)
+            assert b"RequestThrottled" in refused
+            assert b"has 32 of the server's 40 connections, of which 8 are free" in refused
+            other = stack.enter_context(connected(served, "127.0.0.2"))
+            other.sendall(post("ListQueues", {}))
+            assert other.recv(65_536).startswith(b"HTTP/1.1 200 ")
+            for connection in idle[33:]:
+                connection.close()
+            wait_until(lambda: len(served.http.connections) == 33)
+            served.http.slots.places.most = 33
             # All of these have asked for something: none of them makes way.
             with connected(served) as connection:
                 assert statuses(read_all(connection)) == [503]

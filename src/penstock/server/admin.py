@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput, NotAllowed, PenstockError
+from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerBusy
 from penstock.server.access import Access
 from penstock.server.audit import Actor
 from penstock.server.http import Response
@@ -121,7 +121,8 @@ class Pages:
             return await page(request)
         except PenstockError as error:
             outcome = type(error).__name__
-            status = 403 if isinstance(error, NotAllowed) else 400
+            busy = 503 if isinstance(error, ServerBusy) else 400
+            status = 403 if isinstance(error, NotAllowed) else busy
             return _json(status, {"error": outcome, "message": str(error)})
         finally:
             seconds = server.clock.seconds() - begin

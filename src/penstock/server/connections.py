@@ -3,9 +3,9 @@
 Each connection takes a descriptor, and memory for the bytes that it has sent and that are not done.
 Both are bounded for all of them together, so that the store has what it needs. A
 connection is a stranger until it has shown a key, or has asked for something where there are no
-keys. When there is no room for another, the oldest idle stranger makes way; when too many bytes are
-held, the idle connection makes way that has held its own for longest. Slots and listeners run on
-the loop's thread.
+keys. When there is no room for another, the oldest idle stranger makes way, of the host that has
+the most; when too many bytes are held, the idle connection makes way that has held its own for
+longest, of the key or host that holds the most. Slots and listeners run on the loop's thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 import resource
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -27,6 +28,7 @@ from penstock.addresses import Address
 from penstock.clock import loop_seconds
 from penstock.errors import InvalidInput
 from penstock.server.access import handshake_reason
+from penstock.server.shares import Shares, holder_of
 
 if TYPE_CHECKING:
     import ssl
@@ -79,6 +81,8 @@ class Slot(msgspec.Struct, eq=False):
     # For the access log: the client's address, and its key if it shows one for the connection.
     address: str = ""
     key_id: str = ""
+    # The holder of the share that it takes: as a stranger, its host.
+    share: str = ""
 
     def hold_for(self, holder: SlotHolder, transport: asyncio.BaseTransport) -> None:
         """Give the slot to the connection that has been made."""
@@ -100,14 +104,42 @@ class _Group:
         self.slots: dict[Slot, None] = {}
         # In the order in which they began to hold bytes.
         self.holding: dict[Slot, None] = {}
+        # By holder of a share: its connections, and their bytes.
+        self._slots_of: dict[str, dict[Slot, None]] = {}
+        self._bytes_of: Counter[str] = Counter()
+
+    def add(self, slot: Slot) -> None:
+        self.slots[slot] = self._slots_of.setdefault(slot.share, {})[slot] = None
+
+    def remove(self, slot: Slot) -> None:
+        self.put(slot, 0)
+        del self.slots[slot], self._slots_of[slot.share][slot]
+        if not self._slots_of[slot.share]:
+            del self._slots_of[slot.share], self._bytes_of[slot.share]
 
     def put(self, slot: Slot, size: int) -> None:
         self.total_bytes += size - slot.held_bytes
+        self._bytes_of[slot.share] += size - slot.held_bytes
         slot.held_bytes = size
         if size:
             self.holding.setdefault(slot)
         else:
             self.holding.pop(slot, None)
+
+    def oldest_idle(self) -> Slot | None:
+        """Return the oldest idle connection, of the holder that has the most if it has one."""
+        largest = max(self._slots_of.values(), key=len, default={})
+        return next((slot for slot in chain(largest, self.slots) if slot.holder.idle), None)
+
+    def longest_holding(self, asking: Slot) -> Slot:
+        """Return the idle connection that holds bytes for longest, of who holds the most.
+
+        If it has none, the one that asks for more makes way, if that is one of its own.
+        """
+        largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
+        theirs = [slot for slot in self.holding if slot.share == largest]
+        first = asking if asking.share == largest else theirs[0]
+        return next((slot for slot in theirs if slot.holder.idle), first)
 
 
 class Turns:
@@ -156,11 +188,16 @@ class Connections:
         ``failed`` is called with protocol, address and reason of each TLS handshake that fails.
         """
         self.failed = failed
-        self.most = most
         self.turns = Turns()
         self._turned_away = turned_away
         self._strangers = _Group(limits.MAX_STRANGERS_BYTES)
         self._known = _Group(limits.MAX_BUFFERED_BYTES)
+        self.places = Shares("connections", most, times=4)
+
+    @property
+    def most(self) -> int:
+        """How many connections there may be."""
+        return self.places.most
 
     def __len__(self) -> int:
         return len(self._strangers.slots) + len(self._known.slots)
@@ -170,13 +207,12 @@ class Connections:
         """The bytes that all connections hold."""
         return self._strangers.total_bytes + self._known.total_bytes
 
-    def enter(self, holder: SlotHolder, protocol: str) -> Slot:
-        """Give a connection a slot; the oldest idle stranger makes way if there is no room."""
-        oldest = None
-        if len(self) >= self.most:
-            oldest = next((slot for slot in self._strangers.slots if slot.holder.idle), None)
+    def enter(self, holder: SlotHolder, protocol: str, address: str = "") -> Slot:
+        """Give a connection a slot; an idle stranger makes way if there is no room."""
+        oldest = self._strangers.oldest_idle() if len(self) >= self.most else None
         slot = Slot(holder, protocol, full=len(self) >= self.most and oldest is None)
-        self._strangers.slots[slot] = None
+        slot.address, slot.share = address, holder_of("", address)
+        self._strangers.add(slot)
         if oldest is not None:
             # Out of the count at once: it takes a turn of the loop until it is closed.
             self.leave(oldest)
@@ -188,16 +224,19 @@ class Connections:
     def leave(self, slot: Slot) -> None:
         """Forget a connection and what it held; once more does no harm."""
         group = self._known if slot.known else self._strangers
-        group.put(slot, 0)
-        group.slots.pop(slot, None)
+        if slot in group.slots:
+            group.remove(slot)
+            if slot.known:
+                self.places.give(slot.share)
 
     def trust(self, slot: Slot) -> None:
-        """Note that a connection has shown a key, or needs none."""
+        """Note that a connection has shown a key, or needs none; ServerBusy if it has too many."""
         if slot in self._strangers.slots:
-            size = slot.held_bytes
+            share, size = holder_of(slot.key_id, slot.address), slot.held_bytes
+            self.places.take(share)
             self.leave(slot)
-            slot.known = True
-            self._known.slots[slot] = None
+            slot.known, slot.share = True, share
+            self._known.add(slot)
             self.hold(slot, size)
 
     def hold(self, slot: Slot, size: int) -> None:
@@ -207,8 +246,7 @@ class Connections:
             return
         group.put(slot, size)
         while group.total_bytes > group.most_bytes:
-            # Where all are at work, the one that wants more makes way.
-            oldest = next((each for each in group.holding if each.holder.idle), slot)
+            oldest = group.longest_holding(slot)
             group.put(oldest, 0)
             self._turned_away(oldest.protocol)
             oldest.holder.refuse(_TOO_MUCH)
@@ -351,8 +389,7 @@ class Listener:
             self._failed = False
             taken.setblocking(False)  # noqa: FBT003
             pending = _PendingSocket()
-            slot = self.slots.enter(pending, self.protocol)
-            slot.address = _address_of(peer)
+            slot = self.slots.enter(pending, self.protocol, _address_of(peer))
             pending.task = asyncio.get_running_loop().create_task(self._serve(taken, slot))
             self._tasks.add(pending.task)
             pending.task.add_done_callback(partial(self._arrived, taken, slot))

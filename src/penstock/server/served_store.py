@@ -119,7 +119,7 @@ class Server(Access):
 
     def _make_room(self) -> None:
         """Take as many connections as there are descriptors for, beside those of the store."""
-        self.connections.most = room_for_connections(
+        self.connections.places.most = room_for_connections(
             self.config.limits_connections, flight="flight" in self.addresses
         )
         log.info(

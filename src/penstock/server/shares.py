@@ -2,7 +2,8 @@
 
 The holder of a share is a key; of a client without one, the host that it comes from. Each may have
 half of what the other holders have left: alone half of the bound, beside one that has its half a
-quarter. So there is something left for the next, however much the others have taken.
+quarter. So there is something left for the next, however much the others have taken. Of a bound
+that is wide, and which users set, it may be more than half.
 """
 
 from __future__ import annotations
@@ -35,12 +36,22 @@ class Shares:
     """One bound of the server, and how much of it each holder has. For calls from any thread."""
 
     def __init__(
-        self, what: str, most: int, clock: Clock | None = None, *, hint: str = "Try again later"
+        self,
+        what: str,
+        most: int,
+        clock: Clock | None = None,
+        *,
+        hint: str = "Try again later",
+        times: int = 1,
     ) -> None:
-        """Name what is bounded, as a refusal does, and in ``hint`` what to do then."""
+        """Name what is bounded, as a refusal does, and in ``hint`` what to do then.
+
+        A holder may have so many ``times`` what is free: once, it has half of what others leave.
+        """
         self.what = what
         self.most = most
         self.hint = hint
+        self.times = times
         self.total = 0
         self._clock = clock or SystemClock()
         self._held: dict[str, int] = {}
@@ -51,8 +62,9 @@ class Shares:
         return self._held.get(holder, 0)
 
     def fits(self, holder: str, size: int = 1) -> bool:
-        """Whether a holder may have so much more: no more than is free then."""
-        return self.held(holder) + size <= self.most - self.total
+        """Whether a holder may have so much more."""
+        free = self.most - self.total
+        return size <= free and self.held(holder) + size <= self.times * free
 
     def take(self, holder: str, size: int = 1, *, wait_ms: int = 0) -> None:
         """Give a holder so much more, once it fits; ServerBusy if it does not in time."""
@@ -90,7 +102,8 @@ class Shares:
         free = self.most - self.total
         return ServerBusy(
             f"{holder} has {self.held(holder)} of the server's {self.most} {self.what}, of which "
-            f"{free} are free: each may have half of what the others leave. {self.hint}",
+            f"{free} are free: each may have {self.times}/{self.times + 1} of what the others "
+            f"leave. {self.hint}",
             retry_after_ms=RETRY_MS,
         )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import limits
 from penstock.clock import loop_seconds
-from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerUnreachable
+from penstock.errors import InvalidInput, NotAllowed, PenstockError, ServerBusy, ServerUnreachable
 from penstock.model import OutcomeStatus
 from penstock.server.framed import TURN_SECONDS, FramedConnection
 from penstock.server.native.consumers import Consumers, UnsentMessages
@@ -212,7 +212,11 @@ class NativeConnection(FramedConnection):
         self._slot.key_id = principal.key_id
         if hello.patience_ms > 0:
             self._patience_s = min(hello.patience_ms, limits.MAX_WAIT_MS) / 1000
-        self._listener.slots.trust(self._slot)
+        try:
+            self._listener.slots.trust(self._slot)
+        except ServerBusy as error:
+            self._farewell(error, final=False)
+            return
         self.deadline = inf
         self._reader.max_frame_bytes = limits.MAX_FRAME_BYTES
         self._write(self._encoder.frame(self._listener.welcome(hello.version)))
