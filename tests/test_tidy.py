@@ -685,11 +685,12 @@ def options_of(command: click.Command) -> Iterator[str]:
 # --- docs that run --------------------------------------------------------------------------------
 
 
-# Pages whose Python is made of fragments around a foreign database.
-FRAGMENTS = {"docs/importing.md"}
-# Pages whose Python needs a service; tests beside those of the service run it.
-SERVED = {"docs/howto/on-postgresql.md", "docs/howto/on-s3.md", "docs/howto/spark-recipes.md"}
-RUNNING = [path for path in DOCS if blocks_of(path) and name_of(path) not in FRAGMENTS | SERVED]
+# Pages whose Python needs a service, or a foreign database: tests beside those of it run them.
+SERVED = {
+    *("docs/howto/on-postgresql.md", "docs/howto/on-s3.md", "docs/howto/spark-recipes.md"),
+    *("docs/importing.md", "docs/sqs.md"),
+}
+RUNNING = [path for path in DOCS if blocks_of(path) and name_of(path) not in SERVED]
 
 
 def test_the_pages_that_must_run_are_among_those_that_do() -> None:

@@ -15,10 +15,15 @@ def blocks_of(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def run_blocks(path: Path) -> dict[str, Any]:
-    """Run all blocks of a page one after the other, and return the names that they leave."""
+def run_blocks(path: Path, place: str = "", here: str = "") -> dict[str, Any]:
+    """Run all blocks of a page one after the other, and return the names that they leave.
+
+    ``here`` is taken for a ``place`` that the page names.
+    """
     names: dict[str, Any] = {"__name__": "docs"}
-    for number, block in enumerate(blocks_of(path), 1):
+    for number, text in enumerate(blocks_of(path), 1):
+        assert place in text
+        block = text.replace(place, here)
         where = f"{path.name}, block {number}"
         if ">>>" not in block:
             exec(compile(block, where, "exec"), names)

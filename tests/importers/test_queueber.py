@@ -14,6 +14,7 @@ import capnp
 import pytest
 import rocksdict as rocks
 from tests.damaging import files_of, flip
+from tests.docs.blocks import run_blocks
 
 import penstock
 from penstock import ManualClock
@@ -162,6 +163,16 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 ROCKSDB, SLATEDB, POSTGRESQL = "rocksdb:{place}/store", "slatedb+file://{place}/store", "postgresql"
+
+
+def test_the_python_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path / "queueber", 3)
+    page = Path(__file__).parents[2] / "docs" / "importing.md"
+    run_blocks(page, "/var/lib/queueber", str(tmp_path / "queueber"))
+    assert capsys.readouterr().out == "3 0 ()\n"
 
 
 @pytest.mark.parametrize(

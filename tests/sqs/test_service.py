@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from tests.docs.blocks import run_blocks
 from tests.sqs.serving import client_of, serving
 from tests.sqs.test_messages import receive
 from tests.sqs.test_queues import attributes_of, spec_of
@@ -32,6 +34,14 @@ def test_account_region_address_and_retention_can_be_chosen() -> None:
             "QueueArn": "arn:aws:sqs:eu-north-9:123456789012:q"
         }
         assert spec_of(served, url).done_retention_ms == 5_000
+
+
+def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "sqs.md"
+    with running("memory:", http="127.0.0.1:0") as server:
+        run_blocks(page, "http://localhost:8816", server.location("http"))
+        assert server.broker.stats("jobs").done == 1
+    assert capsys.readouterr().out == "work\n"
 
 
 def test_retention_and_purges_are_settings_of_the_server() -> None:
