@@ -387,7 +387,7 @@ BUDGETS = {
     ".": 3_525,
     "broker": 3_560,
     "cli": 3_335,
-    "client": 2_440,
+    "client": 2_475,
     "engines": 3_665,
     "filters": 1_405,
     "flight": 3_885,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_865, 47_480, 219, 14_190
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_900, 47_505, 219, 14_190
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -86,7 +87,8 @@ def test_each_address_has_its_turn_before_a_pause() -> None:
     turns.welcomed(now)
     at = turns.at
     assert turns.lost("cut", now + GOOD_MS, ready=True) == now + GOOD_MS
-    told = [f"{name}: {'cut' if n == at else 'not tried yet'}" for n, name in enumerate("abc")]
+    said = {at: "cut", turns.at: "no answer yet"}
+    told = [f"{name}: {said.get(n, 'not tried yet')}" for n, name in enumerate("abc")]
     assert turns.why == "; ".join(told)
 
 
@@ -151,8 +153,30 @@ def test_a_server_that_accepts_and_says_nothing_is_left(broker: penstock.Broker)
         url = both(silent.getsockname()[1], served.port)
         with penstock.connect(url, patience_ms=2_000) as client:
             assert client.ping() > 0
-        with pytest.raises(ServerUnreachable, match="silent for too long"):
+        with pytest.raises(ServerUnreachable, match="no whole greeting within 350 ms"):
             penstock.connect(url.partition(",")[0] + ",127.0.0.1:1", patience_ms=700)
+
+
+def test_a_greeting_that_dribbles_in_is_left(broker: penstock.Broker) -> None:
+    over = threading.Event()
+
+    def dribble(listening: socket.socket) -> None:
+        with listening.accept()[0] as connection, suppress(OSError):
+            # A frame of so many bytes has begun; a tick of the client is longer than a pause.
+            connection.sendall(b"\0\1\0\0")
+            while not over.wait(0.05):
+                connection.sendall(b"\x93")
+
+    with socket.create_server(("127.0.0.1", 0)) as first, Served(broker) as served:
+        thread = threading.Thread(target=dribble, args=(first,))
+        thread.start()
+        url = both(first.getsockname()[1], served.port)
+        try:
+            with penstock.connect(url, patience_ms=4_000) as client:
+                assert client.ping() > 0
+        finally:
+            over.set()
+            thread.join()
 
 
 def test_a_server_that_hangs_is_left_while_calls_have_patience(broker: penstock.Broker) -> None:

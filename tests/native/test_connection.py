@@ -8,7 +8,14 @@ import pytest
 
 from penstock.client import calls
 from penstock.client.calls import Uncertain, Verb, Verbs
-from penstock.client.connection import PING_MS, SILENCE_MS, ClientConnection, Options, Phase
+from penstock.client.connection import (
+    PING_MS,
+    REFUSED_MS,
+    SILENCE_MS,
+    ClientConnection,
+    Options,
+    Phase,
+)
 from penstock.errors import (
     BrokerClosed,
     InvalidInput,
@@ -240,6 +247,22 @@ def test_a_final_farewell_ends_the_client(talk: Talk) -> None:
     talk.told()
     assert [type(talk.results[name]) for name in "ab"] == [NotAllowed, NotAllowed]
     assert talk.core.hang_up
+    talk.core.lost("cut", talk.now_ms)
+    # A call tries again, now and then: the key may be known again.
+    for known in (False, True):
+        talk.now_ms += REFUSED_MS
+        talk.call(f"c{known}", asked(Verbs.stats, "q"))
+        assert talk.core.failure is None
+        talk.core.connected(talk.now_ms)
+        if not known:
+            talk.say(wire.Bye("NotAllowed", "no key", final=True))
+            assert type(talk.told()["cFalse"]) is NotAllowed
+    talk.greet()
+    assert len(talk.sent()) == 1
+    talk.core.close()
+    talk.now_ms += REFUSED_MS
+    talk.call("d", asked(Verbs.stats, "q"))
+    assert type(talk.told()["d"]) is BrokerClosed
 
 
 def test_a_server_that_has_lost_its_store_is_left_for_the_next_owner(talk: Talk) -> None:

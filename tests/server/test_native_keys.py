@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ssl
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from tests.waiting import wait_until
 
 import penstock
 from penstock import NotAllowed, PenstockError
@@ -65,6 +67,20 @@ def test_a_consumer_goes_on_when_its_key_is_made_anew(keys: dict[str, str], tmp_
             server.reload()
             with pytest.raises(NotAllowed):
                 next(consumer)
+            # The client is refused for good, unless the key is there again when a call comes.
+            wait_until(lambda: worker.closed)
+            with pytest.raises(NotAllowed):
+                worker.claim("orders")
+            write_keys(path, found)
+            server.reload()
+            root.send("orders", b"third")
+
+            def claims() -> bool:
+                with suppress(NotAllowed):
+                    return [each.payload for each in worker.claim("orders")] == [b"third"]
+                return False
+
+            wait_until(claims)
 
 
 def test_tls_both_ways(certs: Any) -> None:

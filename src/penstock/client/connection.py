@@ -47,6 +47,8 @@ PING_MS: Final = 10_000
 SILENCE_MS: Final = 10_000
 # The same for one of several servers that owes an answer, at the least.
 LEAST_SILENCE_MS: Final = 1_000
+# How long calls fail at once after a refusal of the key; then one tries again.
+REFUSED_MS: Final = 1_000
 # How long the pause is after a server has lost its store, as if it had been tried so often.
 FENCED_TRIES: Final = 3
 # The share of a server's dedup window in which a publish may be sent again: the rest is for the
@@ -137,6 +139,8 @@ class ClientConnection:
         self.phase = Phase.AWAY
         self.welcome: wire.Welcome | None = None
         self.failure: PenstockError | None = None
+        # When a client that had been connected was refused; None: it is closed for good, or not.
+        self._refused_ms: int | None = None
         self.connect_at_ms = now_ms
         self.hang_up = False
         self.paused = False
@@ -157,7 +161,7 @@ class ClientConnection:
         self.subscriptions: set[Subscription] = set()
         self.output: list[bytes] = []
         self.done: list[tuple[Callback, Any, BaseException | None]] = []
-        self._heard_ms = now_ms
+        self._heard_ms = self._connected_ms = now_ms
         self._asked_ms: int | None = None
         # Bytes that the server had taken at the last look, whether these were all, and whether
         # it was also the question; and when it was last seen to take more of what it had not, or to
@@ -173,6 +177,10 @@ class ClientConnection:
     ) -> _PendingCall | None:
         """Take a call; ``callback`` is called when it is over. None: it is over already."""
         pending = _PendingCall(call, callback, now_ms)
+        if self._refused_ms is not None and now_ms >= self._refused_ms + REFUSED_MS:
+            self.phase, self.failure, self._refused_ms = Phase.AWAY, None, None
+            self.connect_at_ms = self._away_since_ms = now_ms
+            self.turns.welcomed(now_ms)
         if self.phase is Phase.CLOSED:
             self._fail(pending, self.failure or BrokerClosed("the client is closed"))
             return None
@@ -260,6 +268,7 @@ class ClientConnection:
         self.paused = False
         self._reader = FrameReader()
         self._heard_ms, self._asked_ms = now_ms, None
+        self._connected_ms = now_ms
         options = self.options
         patience_ms = int(options.patience_ms * ANSWER_SHARE)
         hello = wire.Hello(wire.MAGIC, wire.VERSION, options.token, options.name, patience_ms)
@@ -290,12 +299,15 @@ class ClientConnection:
                 self._fail_unanswered(pending, now_ms)
         self._waiting.extendleft(reversed(again))
 
-    def refuse(self, error: PenstockError, at: int | None = None) -> None:
+    def refuse(self, error: PenstockError, now_ms: int, at: int | None = None) -> None:
         """Note that an address is of no use as it is; if none is of any, close for good."""
         current = self.turns.at
         failure = self.turns.refuse(error, current if at is None else at)
         if failure is not None:
             self.close(failure)
+            if self.welcome is not None and isinstance(failure, errors.NotAllowed):
+                # A key that was good may be so again.
+                self._refused_ms = now_ms
         elif at in {None, current}:
             self._give_up(str(error))
 
@@ -362,14 +374,17 @@ class ClientConnection:
         if self.phase is not Phase.AWAY:
             silent_ms = now_ms - (self._heard_ms if self._asked_ms is None else self._asked_ms)
             ping_ms, most_ms = PING_MS, SILENCE_MS
+            why = "has been silent for too long"
             if self.phase is Phase.GREETING:
-                most_ms = self.turn_ms
+                # Its whole time: one that dribbles in keeps the client from the other addresses.
+                silent_ms, most_ms = now_ms - self._connected_ms, self.turn_ms
+                why = f"sent no whole greeting within {most_ms} ms"
             elif self.turns.several and self._sent:
                 # Another server may answer while the patience of the calls lasts.
                 ping_ms = most_ms = max(LEAST_SILENCE_MS, self.turn_ms // 2)
             if self._asked_ms is not None or self.phase is not Phase.READY:
                 if silent_ms >= most_ms:
-                    self._give_up("the server has been silent for too long")
+                    self._give_up(f"the server {why}")
             elif silent_ms >= ping_ms:
                 self._asked_ms, self._question_came = now_ms, False
                 self._send(_PendingCall(ping(), None, now_ms), now_ms)
@@ -410,7 +425,7 @@ class ClientConnection:
 
     def close(self, error: PenstockError | None = None) -> None:
         """End for good; every call that is not over fails."""
-        self.phase = Phase.CLOSED
+        self.phase, self._refused_ms = Phase.CLOSED, None
         self.failure = error
         self.hang_up = True
         everything = list(chain(self._sent.values(), self._waiting))
@@ -448,19 +463,20 @@ class ClientConnection:
         elif isinstance(frame, wire.Bye):
             self.turns.reason = f"the server said: {frame.message}"
             if frame.final:
-                self.refuse(error_of(frame))
+                self.refuse(error_of(frame), now_ms)
             elif self.phase is Phase.READY:
                 self.phase = Phase.LEAVING
         elif isinstance(frame, wire.Welcome) and self.phase is Phase.GREETING:
             if frame.version < wire.OLDEST_VERSION:
                 text = f"the server speaks version {frame.version} of the protocol: upgrade it"
-                self.refuse(ServerUnreachable(text))
+                self.refuse(ServerUnreachable(text), now_ms)
                 return
             known = self.welcome
             if self.turns.several and known is not None and known.store_id != frame.store_id:
                 # Receipts and dedup ids of one store mean nothing to another.
                 text = f"the server has store {frame.store_id}, the others {known.store_id}"
-                self.refuse(ServerUnreachable(f"{text}: all addresses must be of one store"))
+                error = ServerUnreachable(f"{text}: all addresses must be of one store")
+                self.refuse(error, now_ms)
                 return
             self.welcome = frame
             self.turns.welcomed(now_ms)

@@ -176,13 +176,16 @@ class Transport(asyncio.Protocol):
 
     async def open(self) -> None:
         """Connect, and return when the server has said welcome."""
-        self._runner = self.loop.create_task(self._run())
-        self._runner.add_done_callback(self._ended)
+        self._run_on()
         try:
             await self._ready
         except BaseException:
             await self.close()
             raise
+
+    def _run_on(self) -> None:
+        self._runner = self.loop.create_task(self._run())
+        self._runner.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """End the connection; calls that are under way raise."""
@@ -273,7 +276,7 @@ class Transport(asyncio.Protocol):
 
     def _refuse(self, error: PenstockError, at: int | None = None) -> None:
         """Leave an address for good; the client fails if there is no other."""
-        self.connection.refuse(error, at)
+        self.connection.refuse(error, self.now_ms(), at)
         if self.connection.phase is Phase.CLOSED:
             self._fail(self.connection.failure or error)
 
@@ -410,6 +413,9 @@ class Transport(asyncio.Protocol):
             done, connection.done = connection.done, []
             for callback, result, error in done:
                 callback(result, error)
+        if connection.phase is Phase.AWAY and self._runner is not None and self._runner.done():
+            # It had been refused, and a call has come since.
+            self._run_on()
 
 
 def _refusal(address: Address, error: Exception) -> PenstockError | None:

@@ -51,7 +51,7 @@ class Turns:
             return self.reason
         told = []
         for at, address in enumerate(self._addresses):
-            why = self._reasons.get(at, "not tried yet")
+            why = self._reasons.get(at, "no answer yet" if at == self.at else "not tried yet")
             told.append(why if address in why else f"{address}: {why}")
         return "; ".join(told)
 
