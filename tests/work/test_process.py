@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("child.py")
 ROUNDS = 2
+FULL = Path("/dev/full")
 
 
 class Running:
@@ -157,6 +159,30 @@ def metrics_of(running: Running) -> str:
     with urllib.request.urlopen(line.removeprefix("metrics at ").strip()) as page:
         text: str = page.read().decode()
     return text
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+def test_what_can_not_be_said_is_no_failure(tmp_path: Path) -> None:
+    url, ready = f"rocksdb:{tmp_path}/db", tmp_path / "ready"
+    with penstock.open(url) as broker:
+        broker.create_queue("q")
+    command = [sys.executable, "-m", "penstock", "work", "os:getpid", "--queue", "q"]
+    # With that set, Python's own end has nothing to write, which would fail.
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with FULL.open("wb", buffering=0) as full:
+        process = subprocess.Popen(
+            [*command, "--ready-file", str(ready), "--url", url],
+            env=environment,
+            stdout=full,
+            stderr=full,
+        )
+    try:
+        wait_until(ready.exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
