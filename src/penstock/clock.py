@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -84,24 +85,35 @@ class SystemClock:
 _LOOKS = 3
 
 
+# Time since the machine was started: setting its clock does not change it, and it goes on while the
+# machine sleeps, as far as the system can tell.
+_steady_ns: Callable[[], int] = time.monotonic_ns
+if hasattr(time, "CLOCK_BOOTTIME"):
+    _steady_ns = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
+
+
 class FollowingClock(SystemClock):
-    """The machine's clock, set by another one: so that processes on many machines agree."""
+    """A clock that is set by another one, so that processes on many machines agree.
+
+    Between two looks at the other clock it goes on by itself: somebody who sets the clock of this
+    machine must neither end the leases of others, nor date what this process publishes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._ahead_ms = 0
+        self._ahead_ms = super().now_ms() - _steady_ns() // 1_000_000
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch, as the other clock has it."""
-        return super().now_ms() + self._ahead_ms
+        return _steady_ns() // 1_000_000 + self._ahead_ms
 
     def follow(self, read_ms: Callable[[], int]) -> None:
         """Look at the other clock a few times; what it said when it was quickest counts."""
         looks = []
         for _ in range(_LOOKS):
-            before_ms = super().now_ms()
+            before_ms = _steady_ns() // 1_000_000
             told_ms = read_ms()
-            after_ms = super().now_ms()
+            after_ms = _steady_ns() // 1_000_000
             looks.append((after_ms - before_ms, told_ms - (before_ms + after_ms) // 2))
         self._ahead_ms = min(looks)[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -186,6 +187,28 @@ def test_a_lease_of_one_expires_for_the_other(two: Two) -> None:
     assert first.ack([held.receipt])[0].status == "stale"
     assert second.ack([again.receipt])[0].status == "done"
     assert [each.end for each in first.attempts("q", again.message_id)] == ["expired", "acked"]
+
+
+def test_who_sets_the_clock_of_a_machine_ends_no_lease_and_hides_no_message(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        penstock.open(url, background=False) as first,
+        penstock.open(url, background=False) as second,
+    ):
+        first.create_queue("q", lease_ms=600_000)
+        first.send("q", b"1")
+        (held,) = first.claim("q")
+        with monkeypatch.context() as wrong:
+            told = time.time_ns  # noqa: TID251 - it is set here
+            wrong.setattr(time, "time_ns", lambda: told() + 3_600_000_000_000)
+            assert second.claim("q") == []
+            assert second.sweep().leases_expired == 0
+            second.send("q", b"2")
+        second.send("q", b"3")
+        assert [each.payload for each in first.claim("q", limit=9)] == [b"2", b"3"]
+        assert all(first.ack([held.receipt]))
+        assert_clean(first)
 
 
 def test_each_lease_is_ended_once(two: Two) -> None:
