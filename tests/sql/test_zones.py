@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.sql.test_connections import holding
 from tests.waiting import wait_until
 
 import penstock
-from penstock import ManualClock, Message
+from penstock import ManualClock, Message, StorageFailed
 from penstock.model import LeaseRequest
 from penstock.store.sql.claim import LOOK_EVERY, LOST_MAX, PATIENCE, PAUSE_MAX_MS, ClaimPace
 from penstock.store.sql.connection import PLANS_MS
@@ -21,6 +24,8 @@ from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.sql.postgres import PostgresServer
 
     from penstock import Broker
 
@@ -195,6 +200,56 @@ def test_who_trusted_its_memory_is_found_at_the_second_look(url: str, store: Sto
         clock.advance(store.core.tunables.cool_ms)
     assert len(other.broker.claim("q")) == 1
     other.broker.close()
+
+
+@pytest.mark.parametrize("answer", ["late", "lost"])
+def test_a_visit_that_took_long_lets_no_message_wait_for_a_lease(
+    url: str,
+    store: Store,
+    postgres: PostgresServer,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+) -> None:
+    """It waits for a row of counters, and is committed after the time of the second look."""
+    other = Store(url, seed=1)
+    visitor = Store(f"{url}?connections=1", seed=2)
+    zones = visitor.core.zones
+    look_again = zones.look_again
+    step_ms = store.core.tunables.cool_ms + 50
+
+    def look_after_another(*told: Any) -> None:
+        assert other.broker.claim("q") == []
+        look_again(*told)
+
+    monkeypatch.setattr(zones, "look_again", look_after_another)
+    store.put("a")
+    with ThreadPoolExecutor(1) as pool:
+        with holding(postgres, url, "queue_counts") as has_waiter:
+            claiming = pool.submit(visitor.broker.claim, "q", lease_ms=600_000)
+            wait_until(has_waiter)
+            for each in (store, other, visitor):
+                each.clock.advance(step_ms)
+            versions = store.core.zones.versions
+            key = (store.core.queue("q").number, b"a")
+            store.core.zones.saw_vested([key], store.clock.now_ms(), versions)
+            if answer == "lost":
+                # The server goes on with the statement.
+                with socket.socket(fileno=os.dup(visitor.core.database.connect().fileno())) as line:
+                    line.shutdown(socket.SHUT_RDWR)
+        if answer == "late":
+            assert len(claiming.result(60)) == 1
+        else:
+            with pytest.raises(StorageFailed):
+                claiming.result(60)
+            wait_until(lambda: store.broker.stats("q").in_flight == 1)
+            visitor.put("b", delay_ms=600_000)
+    assert other.broker.claim("q") == []
+    # It trusts what it has read of the pointer.
+    (second,) = store.put("a")
+    other.clock.advance(store.core.tunables.cool_ms)
+    assert second in [each.message_id for each in other.broker.claim("q", limit=9)]
+    other.broker.close()
+    visitor.broker.close()
 
 
 def test_after_the_second_look_nobody_trusts_its_memory(url: str, store: Store) -> None:

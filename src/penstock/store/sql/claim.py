@@ -29,6 +29,7 @@ from penstock.errors import CorruptRecord
 from penstock.store.codec.claimed import FAMILY_BYTES, ClaimedMessages, lease_token
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.life import life, log_step
+from penstock.store.sql.connection import Lost
 from penstock.store.sql.database import columns
 from penstock.store.sql.move import ALL
 from penstock.store.sql.queues import SqlQueues
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
 
     from penstock.model import LeaseRequest
     from penstock.store.codec.claimed import StoredRow
+    from penstock.store.sql.connection import Row
     from penstock.store.sql.database import Database
     from penstock.store.sql.session import SqlQueue
+    from penstock.store.sql.zones import Zone
 
 # Expired leases and dead letters that a claim which finds nothing sees to.
 CATCH_UP_BUDGET: Final = 1_000
@@ -447,8 +450,12 @@ class SqlClaim(SqlQueues):
         Return whether that changed anything, how many zones were free, and how many before the last
         of them were not.
         """
-        rows = self.database.do(
-            lambda: self.database.run(
+        sent_ms = now_ms
+
+        def visit() -> list[Row]:
+            nonlocal sent_ms
+            sent_ms = max(now_ms, self.database.clock())
+            return self.database.run(
                 "visit_fifo" if queue.fifo else "visit",
                 queue=queue.number,
                 **columns(offered, "zones", "tokens"),
@@ -460,21 +467,29 @@ class SqlClaim(SqlQueues):
                 turn=self.take_turns(len(offered) + 1),
                 stamp=self.stamp(),
                 cool_ms=self.tunables.cool_ms,
-                clock_ms=max(now_ms, self.database.clock()),
+                clock_ms=sent_ms,
                 never_ms=NEVER_MS,
                 now_ms=now_ms,
             )
-        )
+
+        try:
+            rows = self.database.do(visit)
+        except Lost:
+            # It may be done yet, and nobody will say when.
+            self.zones.owe((queue.number, place[0]) for place in offered)
+            raise
         self.progress.commits += 1
         # Place of a zone -> whether it has more to give.
         visited: dict[int, bool] = {}
+        raised: list[Zone] = []
         expired = moved = False
         for nth, vesting_ms, has_expired, message_id, *_ in rows:
             visited[nth - 1] = vesting_ms <= now_ms
             expired = expired or has_expired
             moved = moved or vesting_ms > now_ms or message_id is not None
             if vesting_ms > now_ms:
-                self.zones.forget((queue.number, offered[nth - 1][0]))
+                raised.append((queue.number, offered[nth - 1][0]))
+        self.zones.note_raised(raised, sent_ms)
         # The visit did not look at zones behind the last that it wanted.
         reached = max(visited) + 1 if len(visited) == width else len(offered)
         for at in range(reached):

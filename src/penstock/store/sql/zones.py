@@ -20,9 +20,10 @@ and then looked at again; a pointer that another process has written meanwhile h
 ``lease_id``, and is not raised at all. A process relies on its memory of p for ``trust_ms`` only.
 If its commit took longer (it waited for a lock, it was paused), it looks at its pointers again and
 lowers those that were raised meanwhile: after a publish, and after every change that makes an item
-visible (release, expiry, in FIFO queues ack and removal). If it dies before that, its item is late
-by no more than the lease or the delay of another; in a zone with no other item, until the
-collection finds that the zone is not empty and has it looked at.
+visible (release, expiry, in FIFO queues ack and removal). A visit that took long may have been
+committed after the time of that second look: it has its zones looked at once more. If a process
+dies before that, an item is late by no more than the lease or the delay of another; in a zone with
+no other item, until the collection finds that the zone is not empty and has it looked at.
 
 **Tokens.** Pointers of one token lie together, and a claim walks the tokens from a random one on,
 so that claims on many machines begin at different places. A zone keeps its token until its pointer
@@ -42,7 +43,7 @@ from penstock.errors import PenstockError
 from penstock.store.sql.database import columns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.store.sql.session import SqlSession
 
@@ -131,6 +132,25 @@ class Zones:
                 if len(self._vested) > KNOWN_MAX:
                     self._vested.popitem(last=False)
 
+    def note_raised(self, zones: Collection[Zone], sent_ms: int) -> None:
+        """Note that a visit, sent at a time, has raised pointers; let none of them stay too early.
+
+        A visit that took long was committed long after the time by which it put pointers ahead.
+        """
+        for zone in zones:
+            self.forget(zone)
+        now_ms = self._session.database.clock()
+        if zones and now_ms - sent_ms > self._patient_ms:
+            again_ms = now_ms + self._session.tunables.cool_ms
+            self.look_again(dict.fromkeys(zones, again_ms), now_ms)
+
+    def owe(self, zones: Iterable[Zone]) -> None:
+        """Note zones whose pointers may have been raised; the next change looks at them."""
+        again_ms = self._session.database.clock() + self._session.tunables.cool_ms
+        with self._session.memory:
+            for zone in zones:
+                self._owed.setdefault(zone, again_ms)
+
     def forget(self, zone: Zone) -> None:
         """Note that a zone's pointer may have been raised."""
         with self._session.memory:
@@ -193,6 +213,13 @@ class Zones:
                 stamp=self._session.stamp(),
             )
 
+    @property
+    def _patient_ms(self) -> int:
+        """How long a statement may take before pointers are to be looked at again."""
+        tunables = self._session.tunables
+        # Half of the time, because clocks of other processes differ a little.
+        return (tunables.cool_ms - tunables.trust_ms) // 2
+
     @contextmanager
     def recheck_if_slow(self, wanted: Mapping[Zone, int] | None = None) -> Iterator[None]:
         """Look at pointers again after the block, if the block took long.
@@ -208,9 +235,7 @@ class Zones:
             yield
             zones = lowered if wanted is None else wanted
             now_ms = clock()
-            # Half of the time, because clocks of other processes differ a little.
-            patient_ms = (session.tunables.cool_ms - session.tunables.trust_ms) // 2
-            late = zones if now_ms - began_ms > patient_ms else {}
+            late = zones if now_ms - began_ms > self._patient_ms else {}
             if late or self._owed:
                 self.look_again(late, now_ms)
 
