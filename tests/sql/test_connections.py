@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from tests.crash.child import QUEUES, publisher, worker
 from tests.noting import CLOCK, Notebook
@@ -287,7 +289,7 @@ class Losing:
             rows = run(name, **parameters)
             server.cut()
             # The next use of the connection finds out.
-            run("read_heads")
+            database.execute("SELECT 1")
             return rows
 
         monkeypatch.setattr(database, "run", lose)
@@ -316,6 +318,40 @@ def test_the_look_after_a_lost_answer_is_repeated(
     assert still.stats("q").available == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [
+        ("read_log", lambda broker: broker._store.read_log(0, None, 10).end),
+        ("metadata_of", lambda broker: broker.redrive("q", message_ids=[1])),
+        ("page_ended", lambda broker: broker.redrive("q")),
+        ("sum_counts", lambda broker: broker.stats("q").failed),
+        ("page_ended", lambda broker: len(list(broker.browse("q", state="failed")))),
+    ],
+)
+def test_a_read_is_repeated(
+    still: Broker,
+    postgres: PostgresServer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    verb: Callable[[Broker], int],
+) -> None:
+    still.update_queue("q", max_attempts=1)
+    still.send("q", b"")
+    still.release([still.claim("q")[0].receipt])
+    database = store_of(still).database
+    execute, text = database.execute, database._statements[name].text
+    cuts: list[int] = []
+
+    def cutting(sent: Any, *arguments: Any, **options: Any) -> Any:
+        if sent == text and not cuts:
+            cuts.append(postgres.cut())
+        return execute(sent, *arguments, **options)
+
+    monkeypatch.setattr(database, "execute", cutting)
+    assert verb(still) >= 1
+    assert len(cuts) == 1
+
+
 def test_a_statement_that_is_interrupted_leaves_no_name_behind(
     still: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +371,86 @@ def test_a_statement_that_is_interrupted_leaves_no_name_behind(
         still.claim("q")
     still.send("q", b"2")
     assert [each.payload for each in still.claim("q", limit=9)] == [b"1", b"2"]
+
+
+class LateError(Exception):
+    """Raised by the handler of a signal, as soft time limits are."""
+
+
+def test_an_exception_of_a_signal_handler_in_a_statement(url: str) -> None:
+    def late(*_: object) -> None:
+        raise LateError
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        with penstock.open(f"{url}?connections=1", background=False) as broker:
+            broker.create_queue("q")
+            broker.send("q", b"")
+            database = store_of(broker).database
+
+            def sleep() -> None:
+                database.execute("SELECT pg_sleep(60)")
+
+            def delete() -> None:
+                with database.transaction():
+                    database.execute("DELETE FROM items")
+                    sleep()
+
+            for interrupted in (sleep, delete):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                with pytest.raises(LateError):
+                    interrupted()
+                broker.send("q", b"")
+                with ThreadPoolExecutor(1) as threads:
+                    assert threads.submit(broker.claim, "q").result(LONG_S)
+            assert database.reconnected == 0
+            assert broker.stats("q").in_flight == 2
+            assert broker.stats("q").available == 1
+            assert_clean(broker)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("step", ["take", "give"])
+def test_a_thread_that_was_interrupted_between_two_steps_finds_its_connection(
+    url: str, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    with penstock.open(f"{url}?connections=1", background=False) as broker:
+        broker.create_queue("q")
+        pool = store_of(broker).database._pool
+        moved = getattr(pool, step)
+        times = iter([True])
+
+        def interrupted(thread: int) -> Any:
+            if step == "take":
+                # It has one, and nobody is told.
+                moved(thread)
+            if next(times, False):
+                raise LateError
+            return moved(thread)
+
+        monkeypatch.setattr(pool, step, interrupted)
+        with pytest.raises(LateError):
+            broker.send("q", b"1")
+        broker.send("q", b"2")
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(broker.claim, "q").result(LONG_S)
+
+
+def test_a_connection_that_can_not_be_made_for_an_exception_of_a_signal_handler(
+    still: Broker, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver takes it for a wrong value of the URL."""
+    postgres.cut()
+
+    def interrupted(_: object) -> int:
+        raise LateError
+
+    with monkeypatch.context() as late:
+        late.setattr(psycopg.conninfo, "float", interrupted, raising=False)
+        with pytest.raises(LateError):
+            still.send("q", b"")
+    assert still.send("q", b"")
 
 
 def test_a_sweep_goes_on_without_a_queue_that_another_has_removed(

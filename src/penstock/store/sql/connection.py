@@ -19,7 +19,7 @@ from psycopg import sql
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.generators import execute
-from psycopg.pq import ExecStatus, Format
+from psycopg.pq import ExecStatus, Format, TransactionStatus
 from psycopg.types.numeric import Int8BinaryDumper
 
 from penstock.errors import (
@@ -221,6 +221,8 @@ class Connection:
     ) -> None:
         """Connect when first asked. ``number``: of this one among those of its process."""
         self.number = number
+        # The thread that has it, if one has.
+        self.thread: int | None = None
         self._conninfo = _conninfo(place.conninfo)
         self._schema = place.schema
         self._dialect = place.dialect
@@ -229,7 +231,7 @@ class Connection:
         self._liveness = liveness
         self._clock = clock
         self._relaxed = relaxed
-        self._bulk = bulk
+        self._bulk = self._always_bulk = bulk
         self.silence = _Silence(liveness, self._most_s(bulk=bulk))
         self._made: psycopg.Connection[Row] | None = None
         # Statements that the server keeps prepared: how their values are written and read, and
@@ -267,6 +269,10 @@ class Connection:
                 made.close()
             if isinstance(error, psycopg.errors.ConnectionTimeout):
                 self.silence.left_s -= wait_s
+            if isinstance(error, psycopg.ProgrammingError) and error.__context__ is not None:
+                # The driver took it for a wrong value, as it does with whatever comes while it
+                # reads one: also with an exception out of a signal handler.
+                raise error.__context__ from None
             if isinstance(error, psycopg.Error | InvalidUrl):
                 raise self._refusal(error) from error
             raise
@@ -364,6 +370,19 @@ class Connection:
             self._made.close()
             self._made = None
             self._forget_prepared()
+
+    def close_if_left(self) -> None:
+        """Close it if an exception of a signal handler has left it in the middle of something.
+
+        One that reads in bulk is left in a transaction on purpose.
+        """
+        made = self._made
+        if made is None or self._always_bulk:
+            return
+        if self._bulk or made.pgconn.transaction_status != TransactionStatus.IDLE:
+            self.close()
+            self._bulk = False
+            self.silence.most_s = self._most_s(bulk=False)
 
     def _forget_prepared(self) -> None:
         self._prepared.clear()

@@ -54,6 +54,8 @@ _MARKS: Final = ("each", "dialect", "plan")
 # Not a cast, which has two colons.
 _PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z]\w*)")
 _ARRAY: Final = re.compile(rf"(?<![:\w]):([a-z]\w*)::({'|'.join(ENCODERS)})\[\]")
+# Words of a statement that changes something, or locks it.
+_WRITES: Final = re.compile(r"\b(INSERT|UPDATE|DELETE|SHARE|ALTER|nextval|setval)\b")
 _RETRY_WAIT_S: Final = 0.05
 
 
@@ -70,59 +72,64 @@ class _Verb(threading.local):
 
 
 class _Turn:
-    """The turn of a thread to get a connection, which ``came`` with one."""
+    """The turn of a thread to get a connection: it can take ``came`` once it has one."""
 
-    def __init__(self) -> None:
-        self.came = threading.Event()
-        self.connection: Connection | None = None
-
-    def take(self) -> Connection:
-        """Return the connection that came."""
-        connection, self.connection = self.connection, None
-        assert connection is not None
-        return connection
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.came = threading.Lock()
+        self.came.acquire()
 
 
-class _Free:
-    """The connections that no thread uses. Threads that wait for one get it in turn."""
+class _Pool:
+    """The connections of a process; threads that find none free get one in turn.
+
+    Each connection says which thread has it, and nothing else does: so a thread that an exception
+    out of a signal handler has met between two steps finds it with its next verb.
+    """
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._lock = threading.Lock()
-        # The last one that was used first: as many are made as are needed at a time.
-        self._free = list(reversed(connections))
+        # The first that is free is taken: as many are made as are needed at a time.
+        self._connections = connections
         self._turns: deque[_Turn] = deque()
 
-    def take(self) -> Connection | None:
-        """Return one, if no thread waits for it."""
+    def take(self, thread: int) -> Connection | None:
+        """Return the connection of a thread, or one that is free and that no thread waits for."""
         with self._lock:
-            return None if self._turns or not self._free else self._free.pop()
+            return self._find(thread) or (None if self._turns else self._hand_to(thread))
 
     @contextmanager
-    def turn(self) -> Iterator[_Turn]:
-        """Wait in turn; a turn that comes when its thread no longer waits is passed on."""
-        turn = _Turn()
-        with self._lock:
-            self._turns.append(turn)
-            self._call_next()
+    def turn(self, thread: int) -> Iterator[_Turn]:
+        """Wait in turn."""
+        turn = _Turn(thread)
         try:
+            with self._lock:
+                self._turns.append(turn)
+                self._call_next()
             yield turn
         finally:
             with self._lock, suppress(ValueError):
                 self._turns.remove(turn)
-            if turn.connection is not None:
-                self.give(turn.take())
 
-    def give(self, connection: Connection) -> None:
-        """Take back a connection, for the thread that has waited longest."""
+    def give(self, thread: int) -> None:
+        """Take back what a thread has, for the thread that has waited longest."""
         with self._lock:
-            self._free.append(connection)
+            while (connection := self._find(thread)) is not None:
+                connection.thread = None
             self._call_next()
 
+    def _find(self, thread: int | None) -> Connection | None:
+        return next((each for each in self._connections if each.thread == thread), None)
+
+    def _hand_to(self, thread: int) -> Connection | None:
+        connection = self._find(None)
+        if connection is not None:
+            connection.thread = thread
+        return connection
+
     def _call_next(self) -> None:
-        while self._free and self._turns:
-            turn = self._turns.popleft()
-            turn.connection = self._free.pop()
-            turn.came.set()
+        while self._turns and self._hand_to(self._turns[0].thread) is not None:
+            self._turns.popleft().came.release()
 
 
 class Database:
@@ -147,12 +154,13 @@ class Database:
         # The time after a long statement; without a clock no statement takes any time.
         self.clock = clock
         self._liveness = Liveness(clock)
+        self._bulk = bulk
         count = 1 if bulk else place.tunables.connections
         self._connections = [
             Connection(place, self._liveness, number, clock=clock, relaxed=relaxed, bulk=bulk)
             for number in range(count)
         ]
-        self._free = _Free(self._connections)
+        self._pool = _Pool(self._connections)
         self._forgets_plans = place.dialect == "postgresql" and place.prepare and not bulk
         self._verb = _Verb()
         self._statements = statements_of(place.dialect)
@@ -200,6 +208,9 @@ class Database:
 
     def limit(self, seconds: float) -> None:
         """Bound how long this thread waits for the database, in all, from here on."""
+        if self._verb.connection is not None:
+            # Its last verb was interrupted.
+            self._give_back()
         self._verb.left_s = seconds
 
     @contextmanager
@@ -208,39 +219,38 @@ class Database:
         if self._verb.connection is not None:
             yield self._verb.connection
             return
-        connection = self._borrow()
         try:
-            yield connection
+            yield self._borrow()
         finally:
-            self._give_back(connection)
+            self._give_back()
 
     def _borrow(self) -> Connection:
         """Give this thread a connection, which it has none of."""
         verb = self._verb
         connection = verb.connection = self._take(verb)
         connection.silence.left_s = verb.left_s
+        connection.close_if_left()
         if self._forgets_plans:
-            try:
-                connection.forget_plans()
-            except BaseException:
-                self._give_back(connection)
-                raise
+            connection.forget_plans()
         return connection
 
-    def _give_back(self, connection: Connection) -> None:
-        """Take the connection of this thread back."""
+    def _give_back(self) -> None:
+        """Take the connection of this thread back, if it has one."""
         verb = self._verb
-        verb.left_s, verb.connection = connection.silence.left_s, None
-        self._free.give(connection)
+        if verb.connection is not None:
+            verb.left_s = verb.connection.silence.left_s
+        verb.connection, verb.in_transaction = None, False
+        self._pool.give(threading.get_ident())
 
     def _take(self, verb: _Verb) -> Connection:
         """Wait for a connection that is free, for as long as the verb may."""
-        connection = self._free.take()
+        thread = threading.get_ident()
+        connection = self._pool.take(thread)
         if connection is not None:
             return connection
         began_s = verb.left_s
-        with self._free.turn() as turn:
-            while not turn.came.wait(TICK_S):
+        with self._pool.turn(thread) as turn:
+            while not turn.came.acquire(timeout=TICK_S):
                 verb.left_s -= TICK_S
                 if verb.left_s <= 0:
                     raise ServerUnreachable(
@@ -248,7 +258,9 @@ class Database:
                         f"({self.away or 'other calls have them'}): ?connections= of the store's "
                         "URL allows more"
                     )
-            return turn.take()
+        connection = self._pool.take(thread)
+        assert connection is not None
+        return connection
 
     @contextmanager
     def at_leisure(self) -> Iterator[None]:
@@ -275,10 +287,26 @@ class Database:
     # --- statements ------------------------------------------------------------------------
 
     def run(self, name: str, /, **parameters: Any) -> list[Row]:
-        """Run a statement and return its rows."""
+        """Run a statement and return its rows.
+
+        One that only reads is run again if its answer was lost, unless it is a part of more.
+        """
         statement = self._statements[name]
         values = statement.values(parameters)
-        return self.execute(statement.text, values, prepare=statement.planned_once)
+
+        def send() -> list[Row]:
+            return self.execute(statement.text, values, prepare=statement.planned_once)
+
+        def read() -> list[Row]:
+            try:
+                return send()
+            except Lost as error:
+                error.unknown = False
+                raise
+
+        # A snapshot is a transaction that nobody else knows of.
+        is_part = self._verb.connection is not None or self._bulk
+        return self.do(read) if statement.only_reads and not is_part else send()
 
     def ask(self, name: str, /, **parameters: Any) -> list[Row]:
         """Run a statement that may be run twice; again if it was aborted or its answer was lost."""
@@ -332,11 +360,10 @@ class Database:
             return work()
         if verb.connection is not None:
             return self._repeat(work, verb.connection, again=again)
-        connection = self._borrow()
         try:
-            return self._repeat(work, connection, again=again)
+            return self._repeat(work, self._borrow(), again=again)
         finally:
-            self._give_back(connection)
+            self._give_back()
 
     def _repeat(self, work: Callable[[], T], connection: Connection, *, again: bool) -> T:
         verb, silence = self._verb, connection.silence
@@ -387,13 +414,15 @@ class Statement(NamedTuple):
     """A statement: what it is for, its text with ``$1`` and so on, and its parameters in order.
 
     ``parameters``: with each name the way to write it, if it is an array. ``planned_once``: the
-    server may keep a plan that does not depend on the parameters.
+    server may keep a plan that does not depend on the parameters. ``only_reads``: it takes no lock,
+    either.
     """
 
     purpose: str
     text: bytes
     parameters: Mapping[str, Encoder | None]
     planned_once: bool
+    only_reads: bool
 
     def values(self, given: Mapping[str, Any]) -> list[Any]:
         """Return the values of all parameters as the driver takes them."""
@@ -431,6 +460,7 @@ def parse_statements(text: str, dialect: str) -> dict[str, Statement]:
                     _numbered(code, list(parameters)),
                     parameters,
                     marks.get("plan") == "once",
+                    _WRITES.search(code) is None,
                 )
     return found
 

@@ -105,6 +105,16 @@ def decode_queue(number: int, spec: bytes, coverage: bytes) -> SqlQueue:
     )
 
 
+def filters_of(queues: Mapping[str, SqlQueue]) -> dict[str, str]:
+    """Return the filters that new messages are routed by."""
+    return {
+        name: text
+        for name, queue in queues.items()
+        # At the end of the log, which is beyond every offset that a filter was changed at.
+        if (text := queue.coverage.filter_at((1 << 63) - 1)) is not None
+    }
+
+
 class SqlSession:
     """The state that the verbs share. Each module of this package adds the verbs of one kind."""
 
@@ -261,35 +271,31 @@ class SqlSession:
         with self.memory:
             if replaced not in {None, self._replaced} and not head.is_later(self.head):
                 return
-            known, before = self.by_name, self.live_filters()
-            self.ring_size, self.ring_high = ring_size, ring_high
-            self.settings = settings
-            self.filter_changes = msgspec.msgpack.decode(changes, type=list[tuple[int, int]])
-            self.by_name = {queue.name: queue for queue in queues}
-            self.by_number = {queue.number: queue for queue in queues}
-            self.fifo = frozenset(queue.name for queue in queues if queue.fifo)
-            self.limited = frozenset(
-                queue.name for queue in queues if policy.is_limited(queue.spec)
-            )
-            self.head = head.beside(self.head)
-            self._replaced += 1
-            for name in known.keys() - self.by_name.keys():
+            known, before = self.by_name, filters_of(self.by_name)
+            by_name = {queue.name: queue for queue in queues}
+            by_number = {queue.number: queue for queue in queues}
+            fifo = frozenset(queue.name for queue in queues if queue.fifo)
+            limited = frozenset(queue.name for queue in queues if policy.is_limited(queue.spec))
+            filter_changes = msgspec.msgpack.decode(changes, type=list[tuple[int, int]])
+            is_changed = before != filters_of(by_name) or routing != self.routing
+            head, progress = head.beside(self.head), self.progress
+            for name in known.keys() - by_name.keys():
                 # Claims that wait for the queue are to find out.
                 self.woken.setdefault(name, 0)
-            is_changed = before != self.live_filters() or routing != self.routing
-            self.routing = routing
-            if is_changed:
-                # Last: who finds the count changed, without the lock, must find the rest changed.
-                self.progress.filter_changes += 1
+            # From here on nothing is called: an exception out of a signal handler comes before it,
+            # or after it.
+            self.ring_size, self.ring_high = ring_size, ring_high
+            self.settings, self.filter_changes = settings, filter_changes
+            self.by_name, self.by_number = by_name, by_number
+            self.fifo, self.limited = fifo, limited
+            self.routing, self.head = routing, head
+            self._replaced += 1
+            # Last: who finds the count changed, without the lock, must find the rest changed.
+            progress.filter_changes += is_changed
 
     def live_filters(self) -> dict[str, str]:
         """Return the filters that new messages are routed by, as last read."""
-        return {
-            name: text
-            for name, queue in self.by_name.items()
-            # At the end of the log, which is beyond every offset that a filter was changed at.
-            if (text := queue.coverage.filter_at((1 << 63) - 1)) is not None
-        }
+        return filters_of(self.by_name)
 
     def queue(self, name: str) -> SqlQueue:
         """Look a queue up by name."""

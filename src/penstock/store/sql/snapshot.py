@@ -152,6 +152,11 @@ class SqlPinned:
                 self._closed = f"the database has ended the snapshot: {error}; ask for a new one"
                 self._end()
                 raise
+            except BaseException:
+                # An answer may yet come, and must not be read as another one's.
+                self._closed = "a read of the snapshot was interrupted; ask for a new one"
+                self._end()
+                raise
 
     # --- what there is -------------------------------------------------------------------
 
