@@ -296,6 +296,21 @@ def test_urls_that_name_no_store(url: str, change: object, said: str) -> None:
         penstock.open(change(url))
 
 
+def test_a_database_without_characters(postgres: PostgresServer, url: str) -> None:
+    with postgres.connect() as admin:
+        admin.execute(
+            "CREATE DATABASE raw TEMPLATE template0 ENCODING 'SQL_ASCII' LOCALE 'C' "
+            "STRATEGY FILE_COPY"
+        )
+    for wrong in (postgres.url("raw"), f"{url}?client_encoding=SQL_ASCII"):
+        with pytest.raises(Mismatch, match=r"SQL_ASCII.*ENCODING 'UTF8'"):
+            penstock.open(wrong)
+        with postgres.connect(wrong.partition("?")[0].rpartition("/")[2]) as admin:
+            text = "SELECT 1 FROM pg_namespace WHERE nspname = 'penstock'"
+            assert admin.execute(text).fetchall() == []
+    postgres.drop("raw")
+
+
 def test_nobody_answers() -> None:
     with pytest.raises(ServerUnreachable):
         penstock.open("postgresql://somebody:secret@127.0.0.1:1/db")

@@ -100,6 +100,7 @@ def _prepare(database: Database, place: SqlPlace, *, create: bool) -> None:
 
     Several processes may call it at once: one makes the tables, the others wait.
     """
+    _refuse_encoding(database)
     if _is_there(database):
         return
     if not create:
@@ -107,6 +108,17 @@ def _prepare(database: Database, place: SqlPlace, *, create: bool) -> None:
         raise StoreMismatch(f"there is no store at {where}; 'penstock create' makes one")
     with database.at_leisure():
         database.do(lambda: _make_tables(database))
+
+
+def _refuse_encoding(database: Database) -> None:
+    """Refuse a database that does not say which characters its bytes are: text comes as bytes."""
+    for name in ("server_encoding", "client_encoding"):
+        if database.execute(f"SELECT current_setting('{name}') = 'SQL_ASCII'") == [(True,)]:
+            raise StoreMismatch(
+                f"the {name} of the database is SQL_ASCII, which can't hold text: make a database "
+                "by CREATE DATABASE NAME TEMPLATE template0 ENCODING 'UTF8' LOCALE 'C', and leave "
+                "client_encoding to it"
+            )
 
 
 def _is_there(database: Database) -> bool:
