@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -152,4 +152,34 @@ def test_an_index_that_is_late_is_no_damage_and_does_none(url: str, verb: str) -
             broker.release([held.receipt], delay_ms=30_000)
         clock.advance(300)
         assert [each.payload for each in broker.claim("q", limit=9)] == [b"waits"]
+        assert_clean(broker)
+
+
+def test_nobody_waits_for_a_check(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others publish, claim, ack and change queues between its statements; it finds nothing."""
+    short = f"{url}?lock_timeout_ms=1000&verb_timeout_ms=1000"
+    with (
+        penstock.open(url, background=False) as broker,
+        penstock.open(short, background=False) as other,
+    ):
+        broker.create_queue("q", max_attempts=1)
+        broker.publish([Message(b"", {"queue": "q"}, group=group) for group in "aab"])
+        store = broker._store
+        assert isinstance(store, SqlStore)
+        run, looks = store._run_check, []
+
+        def run_beside(statement: str, now_ms: int) -> list[Any]:
+            looks.append(statement)
+            other.publish([Message(b"", {"queue": "q"}, group=f"{len(looks)}")] * 2)
+            other.ack([each.receipt for each in other.claim("q", limit=2)])
+            other.release([each.receipt for each in other.claim("q")])
+            other.update_queue("q", lease_ms=1_000 + len(looks))
+            return run(statement, now_ms)
+
+        monkeypatch.setattr(store, "_run_check", run_beside)
+        report = broker.check()
+        assert (report.found, report.violations) == ({}, [])
+        # It has looked once.
+        assert len(looks) == len(CHECKS)
+        monkeypatch.undo()
         assert_clean(broker)

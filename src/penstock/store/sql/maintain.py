@@ -4,9 +4,9 @@ Any number of processes sweep at once. Each step takes rows that no other proces
 LOCKED) and counts them in the same transaction, so that nothing is done or counted twice.
 
 The audit checks the invariants that no constraint can state, and repairs the tables. Its statements
-run in one transaction that keeps publishes out (it holds all ``log_heads``). Other verbs of other
-processes go on: rows that they commit between two statements may look like damage. An audit that
-finds anything therefore looks twice, and reports what both have found.
+read one snapshot, of one moment, while all other verbs go on. Clocks of processes differ a little:
+an audit that finds anything therefore looks twice, and reports what both have found. A repair keeps
+publishes out while it mends (it holds all ``log_heads``).
 """
 
 from __future__ import annotations
@@ -317,7 +317,11 @@ class SqlMaintain(SqlClaim):
         )
 
     def _find_damage(self, now_ms: int) -> list[Violation]:
-        self.lock_heads()
+        # Every transaction leaves the store sound, so that nobody has to wait for this one.
+        self.database.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        self.database.run("read_heads")
+        # As of the snapshot, which the first statement makes.
+        now_ms = max(now_ms, self.database.clock())
         if self.database.dialect == "postgresql":
             # These read whole tables, unlike all others.
             for way in ("seqscan", "hashjoin", "mergejoin"):
@@ -331,6 +335,8 @@ class SqlMaintain(SqlClaim):
     def _mend(self, kinds: set[Kind], now_ms: int) -> None:
         self.lock_heads()
         self.hold_instance()
+        # It may have waited for the heads, and others have gone on.
+        now_ms = max(now_ms, self.database.clock())
         for kind, _, _, find in CHECKS:
             if kind not in kinds:
                 continue
@@ -347,8 +353,7 @@ class SqlMaintain(SqlClaim):
 
     def _run_check(self, statement: str, now_ms: int) -> list[tuple[Any, ...]]:
         known = {
-            # As of the statement: it may have waited for the heads, and others have gone on.
-            "now_ms": max(now_ms, self.database.clock()),
+            "now_ms": now_ms,
             "threshold_ms": self.tunables.threshold_ms,
             "cool_ms": self.tunables.cool_ms,
             "slot": self.slot,
