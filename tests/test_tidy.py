@@ -403,11 +403,11 @@ BUDGETS = {
     "store/codec": 1_380,
     "store/kv": 6_495,
     "store/live": 2_445,
-    "store/sql": 8_745,
+    "store/sql": 8_830,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 67_940, 47_525, 219, 14_190
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_045, 47_595, 219, 14_190
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -12,6 +12,7 @@ import pytest
 
 import penstock
 from penstock import InvalidMessage, ManualClock, Message, QueueExists, QueueNotFound, SystemClock
+from penstock.store.sql import session
 from penstock.testing.checking import assert_clean
 
 if TYPE_CHECKING:
@@ -72,6 +73,30 @@ def test_a_misspelt_queue_is_named_though_the_other_has_made_it(two: Two) -> Non
     first.create_queue("orders")
     with pytest.raises(QueueNotFound, match=r"did you mean 'orders'\?"):
         second.claim("oders")
+
+
+def test_only_queues_that_have_changed_are_decoded(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two.brokers
+    for n in range(20):
+        first.create_queue(f"q{n}")
+    second.queues()
+    decoded: list[int] = []
+    decode = session.decode_queue
+
+    def noting(number: int, spec: bytes, coverage: bytes) -> session.SqlQueue:
+        decoded.append(number)
+        return decode(number, spec, coverage)
+
+    monkeypatch.setattr(session, "decode_queue", noting)
+    first.create_queue("new")
+    first.update_queue("q1", filter="n = 1")
+    assert second.queue("new").name == "new"
+    assert second.queue("q1").filter == "n = 1"
+    # Each process each of the two, and the one that it changes once more.
+    assert len(decoded) <= 6
+    assert set(decoded) == {2, 21}
 
 
 def test_filters_count_from_the_change_on(two: Two) -> None:

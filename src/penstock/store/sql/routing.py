@@ -372,7 +372,7 @@ class SqlRouting(SqlPublish):
         known = self.by_number.get(queue.number)
         if known is not None:
             # It changes no version.
-            known.coverage = queue.coverage
+            known.coverage, known.records = queue.coverage, None
         return filled
 
     def _rows_of_all(self, begin: int, end: int, chosen: Sequence[int] | None) -> Rows:

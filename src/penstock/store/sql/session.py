@@ -86,10 +86,18 @@ class LogHead(NamedTuple):
 class SqlQueue:
     """A queue as this process knows it."""
 
-    __slots__ = ("coverage", "fifo", "name", "number", "spec")
+    __slots__ = ("coverage", "fifo", "name", "number", "records", "spec")
 
-    def __init__(self, number: int, spec: QueueSpec, coverage: Coverage) -> None:
+    def __init__(
+        self,
+        number: int,
+        spec: QueueSpec,
+        coverage: Coverage,
+        records: list[bytes] | None = None,
+    ) -> None:
         self.number = number
+        # Spec and coverage as they were read, if both are as they were read.
+        self.records = records
         self.name = spec.name
         self.spec = spec
         self.coverage = coverage
@@ -102,6 +110,7 @@ def decode_queue(number: int, spec: bytes, coverage: bytes) -> SqlQueue:
         number,
         msgspec.msgpack.decode(spec, type=QueueSpec),
         msgspec.msgpack.decode(coverage, type=Coverage),
+        [spec, coverage],
     )
 
 
@@ -250,8 +259,14 @@ class SqlSession:
     def _read_queues(self) -> tuple[tuple[Any, ...], list[SqlQueue]]:
         """Read the row of the store, and its queues."""
         instance = self.database.run("load_instance")[0]
-        rows = self.database.run("load_queues")
-        return instance, [decode_queue(number, *records) for number, _, *records in rows]
+        queues, known = [], self.by_number
+        for number, _, *records in self.database.run("load_queues"):
+            queue = known.get(number)
+            # Most are as they were.
+            if queue is None or queue.records != records:
+                queue = decode_queue(number, *records)
+            queues.append(queue)
+        return instance, queues
 
     def _take_over(
         self,
