@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 import penstock
-from penstock.store.sql.connection import Refused, translated
 from penstock.store.sql.database import statements_of
+from penstock.store.sql.failures import Refused, translated
 
 if TYPE_CHECKING:
     from tests.sql.postgres import PostgresServer

@@ -18,7 +18,7 @@ import penstock
 from penstock import ManualClock, Message, ServerUnreachable
 from penstock.store.policy import SEGMENT_MS
 from penstock.store.sql import zones
-from penstock.store.sql.connection import Aborted
+from penstock.store.sql.failures import Aborted
 from penstock.store.sql.location import Tunables
 from penstock.store.sql.store import SqlStore
 from penstock.testing.checking import assert_clean

@@ -29,8 +29,8 @@ from penstock.errors import CorruptRecord
 from penstock.store.codec.claimed import FAMILY_BYTES, ClaimedMessages, lease_token
 from penstock.store.codec.metadata import decode_metadata
 from penstock.store.life import life, log_step
-from penstock.store.sql.connection import Lost
 from penstock.store.sql.database import columns
+from penstock.store.sql.failures import Lost
 from penstock.store.sql.move import ALL
 from penstock.store.sql.queues import SqlQueues
 from penstock.store.sql.zones import KNOWN_MAX, NEVER_MS, choose, walk

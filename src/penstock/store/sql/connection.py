@@ -9,7 +9,6 @@ over a slow line is not cut off.
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -23,16 +22,22 @@ from psycopg.pq import ExecStatus, Format, TransactionStatus
 from psycopg.types.numeric import Int8BinaryDumper
 
 from penstock.errors import (
-    DiskFull,
-    InvalidInput,
     InvalidUrl,
     PenstockError,
     ServerUnreachable,
-    StorageFailed,
-    StoreMismatch,
 )
 from penstock.limits import MAX_DATABASE_CONNECT_MS
 from penstock.store.sql.arrays import register_arrays
+from penstock.store.sql.failures import (
+    AMBIGUOUS,
+    LOCKED,
+    NAMES_DIFFER,
+    OF_THE_STORE,
+    READ_ONLY,
+    Lost,
+    said,
+    translated,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -50,27 +55,6 @@ Parameters: TypeAlias = "Mapping[str, Any] | list[Any]"
 
 # A process that is stopped in the middle of a transaction must not stop the others for longer.
 IDLE_IN_TRANSACTION_MS: Final = 5_000
-# 40001 serialization_failure, 40P01 deadlock_detected, 55P03 lock_not_available.
-_LOCKED: Final = "55P03"
-_ABORTED: Final = frozenset({"40001", "40P01", _LOCKED})
-# A message came into a queue twice, with what was tried.
-_COMES_TWICE: Final = frozenset({"items_pkey", "attempts_pkey"})
-_NULL_COLUMN: Final = re.compile(r'null value in column "(\w+)"')
-# CockroachDB: the outcome of a transaction is not known.
-_AMBIGUOUS: Final = "40003"
-# Classes and codes that say that there is no such place: invalid_authorization, no such database.
-_WRONG_PLACE: Final = ("28", "3D")
-# The same in the words of libpq, which gives no code when it connects; and what looks like it.
-_WRONG_SIGNS: Final = ("password", "authentication", "does not exist", "no pg_hba.conf", "role ")
-_TOO_MANY: Final = "too many connections"
-# Shutting down, crashed, starting up, too many connections.
-_AWAY: Final = ("08", "57P", "53300")
-# The session has lost a prepared statement, or has one that this process knows nothing of.
-_NAMES_DIFFER: Final = frozenset({"26000", "42P05"})
-# It only reads: a standby, or a primary that has become one.
-_READ_ONLY: Final = "25006"
-# Classes and codes that other calls meet as well: a table is missing, a right, a schema.
-_OF_THE_STORE: Final = ("42", "3F", _READ_ONLY, *_NAMES_DIFFER)
 # How often a silent server is looked at.
 TICK_S: Final = 0.1
 # A server that has been silent for so long counts as away; an answer takes moments.
@@ -89,29 +73,6 @@ _ALIVE: Final = {
 # For how long the server keeps plans. Planning costs more than a claim, and less than a plan that
 # is wrong for long about the size of a table.
 PLANS_MS: Final = 5_000
-
-
-class Lost(StorageFailed):
-    """The connection was lost; ``unknown``: what was asked for last may have been done."""
-
-    unknown = True
-
-
-class Aborted(StorageFailed):
-    """The server has undone the transaction for the sake of another; it may be repeated.
-
-    ``waited``: it waited for a lock for as long as it may.
-    """
-
-    waited = False
-
-
-class Refused(StorageFailed):
-    """A statement broke a constraint, which ``constraint`` names."""
-
-    def __init__(self, message: str, constraint: str) -> None:
-        super().__init__(message)
-        self.constraint = constraint
 
 
 class _Silent(psycopg.OperationalError):
@@ -288,10 +249,10 @@ class Connection:
         """
         told: PenstockError
         if isinstance(error, InvalidUrl):
-            told, said = error, str(error)
+            told, why = error, str(error)
         else:
-            told, said = translated(error), _said(error)
-        self._liveness.failed = said
+            told, why = translated(error), said(error)
+        self._liveness.failed = why
         if isinstance(told, InvalidUrl) and self._liveness.answers:
             return ServerUnreachable(f"{told}; it could be before")
         return told
@@ -493,29 +454,29 @@ class Connection:
         if isinstance(error, _Silent):
             # The statement may yet be done, and its answer must not be read as another one's.
             self.close()
-            self._liveness.failed = _said(error)
+            self._liveness.failed = said(error)
         code = error.sqlstate or ""
-        if code == _LOCKED or code.startswith(_OF_THE_STORE):
-            self._liveness.note_stuck(text, _said(error), self._tunables.lock_timeout_ms)
-        if code in _NAMES_DIFFER:
+        if code == LOCKED or code.startswith(OF_THE_STORE):
+            self._liveness.note_stuck(text, said(error), self._tunables.lock_timeout_ms)
+        if code in NAMES_DIFFER:
             # The statement was not begun, and a new session has no names.
             self.close()
             lost = Lost(
-                f"the database has lost a prepared statement: {_said(error)}; a pooler that hands "
+                f"the database has lost a prepared statement: {said(error)}; a pooler that hands "
                 "each transaction to another session needs ?prepare=off in the store's URL"
             )
             lost.unknown = False
             return lost
-        if code == _READ_ONLY:
+        if code == READ_ONLY:
             # A new connection may lead to the primary.
             self.close()
             return translated(error)
         if self._made is None or self._made.closed or self._made.broken:
             self.close()
-            return Lost(f"the connection to the database was lost: {_said(error)}")
+            return Lost(f"the connection to the database was lost: {said(error)}")
         self._liveness.note_answer()
-        if code == _AMBIGUOUS:
-            return Lost(f"the database does not know whether it was done: {_said(error)}")
+        if code == AMBIGUOUS:
+            return Lost(f"the database does not know whether it was done: {said(error)}")
         return translated(error)
 
     def execute_or_close(self, text: sql.SQL | sql.Composed) -> None:
@@ -558,7 +519,7 @@ def _conninfo(conninfo: str) -> str:
     try:
         told = conninfo_to_dict(conninfo)
     except psycopg.Error as error:
-        raise InvalidUrl(f"the database can't be opened: {_said(error)}") from error
+        raise InvalidUrl(f"the database can't be opened: {said(error)}") from error
     return make_conninfo(
         conninfo, **{name: value for name, value in _ALIVE.items() if name not in told}
     )
@@ -570,50 +531,3 @@ def _settings(settings: Mapping[str, str]) -> sql.Composed:
         for name, value in settings.items()
     ]
     return sql.SQL("; ").join(parts)
-
-
-def translated(error: psycopg.Error) -> PenstockError:
-    """Translate an error of the driver into Penstock's."""
-    code = error.sqlstate or ""
-    said = _said(error)
-    if code in _ABORTED:
-        aborted = Aborted(f"the database has aborted a transaction: {said}")
-        aborted.waited = code == _LOCKED
-        return aborted
-    if code.startswith("23"):
-        rule = error.diag.constraint_name or error.diag.column_name or ""
-        if not rule and (column := _NULL_COLUMN.search(said)):
-            # CockroachDB names the column in its message alone.
-            rule = column[1]
-        if rule in _COMES_TWICE:
-            # Another process has put the same message into the queue: the next attempt sees it.
-            return Aborted(f"a message has come into a queue meanwhile: {said}")
-        return Refused(said, rule)
-    if code.startswith(_WRONG_PLACE):
-        return InvalidUrl(f"the database can't be opened: {said}")
-    if code == "42501":
-        return StorageFailed(
-            f"the database does not allow it: {said}; the user needs the right to make and use "
-            "the tables of its schema"
-        )
-    if code.startswith("42"):
-        return StoreMismatch(f"the database has not the tables that were expected: {said}")
-    if code == "57014":
-        return StorageFailed(
-            f"the database has cancelled a statement, and nothing was changed: {said}; one that "
-            "needs longer is given it by ?statement_timeout_ms= of the store's URL"
-        )
-    if code.startswith(("22", "54")):
-        return InvalidInput(f"the database can't hold it, and nothing was changed: {said}")
-    if code in {"53100", "53200"}:
-        return DiskFull(f"the database has no room left: {said}")
-    if code.startswith(_AWAY) or (not code and isinstance(error, psycopg.OperationalError)):
-        if _TOO_MANY not in said and any(sign in said for sign in _WRONG_SIGNS):
-            return InvalidUrl(f"the database can't be opened: {said}")
-        return ServerUnreachable(f"the database does not answer: {said}")
-    return StorageFailed(f"the database has failed: {said}")
-
-
-def _said(error: psycopg.Error) -> str:
-    primary = error.diag.message_primary or str(error) or type(error).__name__
-    return " ".join(primary.split())

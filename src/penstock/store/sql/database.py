@@ -35,7 +35,8 @@ from psycopg import sql
 from penstock.errors import ServerUnreachable
 from penstock.limits import MAX_DATABASE_REPEATS
 from penstock.store.sql.arrays import ENCODERS
-from penstock.store.sql.connection import TICK_S, Aborted, Connection, Liveness, Lost
+from penstock.store.sql.connection import TICK_S, Connection, Liveness
+from penstock.store.sql.failures import Aborted, Lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

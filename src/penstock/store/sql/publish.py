@@ -14,8 +14,8 @@ from penstock.store.codec.metadata import Head
 from penstock.store.contract import FiltersChanged
 from penstock.store.life import life, log_routes
 from penstock.store.policy import SEGMENT_MS, drops_oldest
-from penstock.store.sql.connection import Refused
 from penstock.store.sql.database import columns
+from penstock.store.sql.failures import Refused
 from penstock.store.sql.session import DROP_MESSAGES, SLOTS, SqlOverflow
 
 if TYPE_CHECKING:

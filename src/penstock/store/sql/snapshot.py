@@ -46,7 +46,7 @@ from penstock.store.snapshot import (
     count_groups,
     cut_range,
 )
-from penstock.store.sql.connection import Aborted
+from penstock.store.sql.failures import Aborted
 from penstock.store.sql.inspect import queue_stats_of, store_stats_of
 from penstock.store.sql.move import ALL, ANY_STATE, STATES, SqlMove
 from penstock.store.sql.routing import describe_log
