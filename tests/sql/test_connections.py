@@ -352,6 +352,27 @@ def test_a_read_is_repeated(
     assert len(cuts) == 1
 
 
+def test_a_queue_is_made_once_though_the_answer_of_its_commit_is_lost(
+    still: Broker, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = store_of(still).database
+    execute = database.execute
+    cuts: list[int] = []
+
+    def cutting(sent: Any, *arguments: Any, **options: Any) -> Any:
+        rows = execute(sent, *arguments, **options)
+        if sent == "COMMIT" and not cuts:
+            cuts.append(postgres.cut())
+            # The next use of the connection finds out.
+            return execute("SELECT 1")
+        return rows
+
+    monkeypatch.setattr(database, "execute", cutting)
+    made = still.create_queue("made", lease_ms=7)
+    assert len(cuts) == 1
+    assert still.queue("made") == made
+
+
 def test_a_statement_that_is_interrupted_leaves_no_name_behind(
     still: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,8 @@ class SqlQueues(SqlMove, SqlRouting):
             self.add_queue(spec, Coverage(live, known_from=0), now_ms)
             self.changed(now_ms, filters_from=end)
 
-        self.change_queues(work)
+        # After a commit whose answer was lost it is there, and the caller looks at it.
+        self.change_queues(work, again=True)
 
     def add_queue(self, spec: QueueSpec, coverage: Coverage, now_ms: int) -> SqlQueue:
         """Write a queue, in the caller's transaction."""
