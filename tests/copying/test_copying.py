@@ -100,8 +100,17 @@ def test_a_last_attempt_in_flight_is_over_in_the_copy(
 ) -> None:
     source, target = places.make(source_kind, "source"), places.make(target_kind, "target")
     with penstock.open(source, background=False) as broker:
+        broker.create_queue("dead")
+        broker.create_queue("over", max_messages=3, overflow="drop_oldest")
+        broker.create_queue("dying", max_attempts=1, dead_letter="dead")
         broker.create_queue("once", max_attempts=1)
         broker.create_queue("twice", max_attempts=2)
+        # What is due in the copy by its own settings waits until it is opened.
+        for queue in ("over", "over", "dying"):
+            broker.send(queue, b"x")
+        for queue in ("over", "dying"):
+            assert broker.claim(queue, limit=2, lease_ms=HOUR_MS)
+        broker.update_queue("over", max_messages=1)
         for queue in ("once", "once", "twice"):
             broker.send(queue, b"x")
         broker.release([broker.claim("once")[0].receipt], reason="no")
@@ -110,11 +119,13 @@ def test_a_last_attempt_in_flight_is_over_in_the_copy(
             assert broker.claim(queue, limit=2, lease_ms=HOUR_MS, consumer="busy")
         before = {queue: broker.stats(queue) for queue in ("once", "twice")}
     report = copy(source, target)
-    assert report.in_flight == 3
-    assert [each.messages["failed"] for each in report.queues] == [2, 0]
+    assert report.in_flight == 6
+    failed = {each.name: each.messages["failed"] for each in report.queues}
+    assert failed == {"dead": 0, "over": 0, "dying": 1, "once": 2, "twice": 0}
     later = ManualClock(now_ms=report.at_ms + 2 * HOUR_MS)
     with penstock.open(target, background=False, create=False, clock=later) as broker:
         broker.sweep()
+        assert [broker.stats(name).available for name in ("dead", "over")] == [1, 1]
         assert len(broker.claim("twice", limit=2)) == 1
         assert not broker.claim("once", limit=2)
         stats, source_stats = broker.stats("once"), before["once"]

@@ -69,12 +69,13 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
     def catch_up(self, now_ms: int, budget: int) -> tuple[int, int, int, int]:
         """End leases and delays that are over, drop what queues have too much, move dead letters.
 
-        Return how many leases, delays, failures and moves: none while nothing can be written. If
-        some rows can't be read, the rest is done before that is raised.
+        Return how many leases, delays, failures and moves: none while nothing can be written, or
+        the store is being copied to. If some rows can't be read, the rest is done before that is
+        raised.
         """
         expired = failures = came_due = 0
         damage: StoreDamaged | None = None
-        if self.engine.away is not None:
+        if self.engine.away is not None or self.identity.routing == policy.COPYING:
             return 0, 0, 0, 0
         if now_ms >= self.leases.none_before_ms:
             expired, failures, damage = self.expire(now_ms, budget)

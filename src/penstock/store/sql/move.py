@@ -53,8 +53,11 @@ class SqlMove(SqlSettle, SqlPublish):
         """End leases that are over, drop what queues have too much, move dead letters; count all.
 
         ``into``: only the dead letters of that queue, however many others there are. Delays end by
-        the clock alone, and are marked here for the sake of the life-cycle log.
+        the clock alone, and are marked here for the sake of the life-cycle log. A store that is
+        being copied to stays as it is.
         """
+        if self.routing == policy.COPYING:
+            return 0
         leases, _ = self.expire(now_ms, budget, queue)
         if life.level:
             self.come_due(now_ms, budget, queue)
