@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from penstock.broker.requests import Change, Joint
 from penstock.clock import ManualClock, TimeGuard
+from penstock.errors import InvalidReceipt
 from penstock.model import Message, State
 from penstock.testing.model import Model
 from penstock.testing.stores import Reopenable
@@ -77,6 +79,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.guard = TimeGuard()
         self.model = Model(DEDUP_WINDOW_MS)
         self.receipts: list[str] = []
+        # The queue, the message and the attempt that each receipt was given for.
+        self.given: dict[str, tuple[str, int, int]] = {}
         self.settings: dict[str, Any] = {}
 
     def teardown(self) -> None:
@@ -159,12 +163,28 @@ class StoreMachine(RuleBasedStateMachine):
             name, limit, default_ms if lease_ms is None else lease_ms, consumer, deliveries
         )
         self.receipts += [delivery.receipt for delivery in deliveries]
+        self.given |= {each.receipt: (name, each.message_id, each.attempts) for each in deliveries}
 
     @rule(numbers=picks, pause_ms=pauses)
     def ack(self, numbers: list[int], pause_ms: int) -> None:
         """Ack receipts."""
         self.tell_time(pause_ms)
         self.model.ack(self.broker.ack(self.pick(numbers)))
+
+    @rule(number=st.integers(0, 20), pause_ms=pauses)
+    def ack_late(self, number: int, pause_ms: int) -> None:
+        """Ack what waits again, if it was not claimed since, as SQS does."""
+        for receipt in self.pick([number]):
+            name, message_id, attempt = self.given[receipt]
+            if name in self.model.queues:
+                self.tell_time(pause_ms)
+                change = Change(self.broker.acking_late([receipt], [attempt], name))
+                self.broker.begin(Joint(changes=[change]))
+                if isinstance(change.error, InvalidReceipt):
+                    # The queue was made anew.
+                    assert name == "dead"
+                else:
+                    self.model.ack_late(name, message_id, attempt, done=change.answer[0].ok)
 
     @rule(
         numbers=picks,

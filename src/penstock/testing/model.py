@@ -302,6 +302,22 @@ class Model:
             copy.state, copy.ended_at_ms = State.DONE, self.now_ms
             queue.totals["acked_total"] += 1
 
+    def ack_late(self, name: str, message_id: int, attempt: int, *, done: bool) -> None:
+        """Follow a late ack. A store may refuse one after a move, or if nobody saw the claim."""
+        self.catch_up()
+        queue = self.queues[name]
+        copy = queue.copies.get(message_id)
+        if done:
+            assert copy is not None
+            assert copy.state in WAITING
+            assert not queue.fifo
+            assert copy.attempts == attempt
+            if copy.history and copy.history[-1].number == attempt:
+                del copy.history[-1]
+            self._end_attempt(copy, AttemptEnd.ACKED, "")
+            copy.state, copy.ended_at_ms = State.DONE, self.now_ms
+            queue.totals["acked_total"] += 1
+
     def release(
         self,
         outcomes: Sequence[Outcome],
