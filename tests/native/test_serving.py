@@ -225,10 +225,8 @@ def test_what_all_connections_have_begun_is_bounded(monkeypatch: pytest.MonkeyPa
         eventually(lambda: held.held_bytes == 0)
 
 
-def test_what_all_connections_have_at_work_is_bounded(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "MAX_ALL_BYTES_AT_WORK", 1 << 20)
+def test_what_all_connections_have_at_work_is_bounded(served: Served) -> None:
+    served.listener.at_work.most = 2 << 20
     most = 0
 
     def publish() -> None:
@@ -240,13 +238,13 @@ def test_what_all_connections_have_at_work_is_bounded(
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        most = max(most, served.listener.bytes_at_work)
+        most = max(most, served.listener.at_work.total)
         pause(0.0005)
-    # One more than there is room for is begun, and all of them are in the end.
+    # Of this host's half, one more than there is room for is begun, and all of them are in the end.
     assert most < (1 << 20) + 800_000
     assert served.broker.stats("q").available == 40
-    assert served.listener.bytes_at_work == 0
-    assert not served.listener.waiting
+    assert served.listener.at_work.total == 0
+    assert not any(served.listener.waiting.values())
 
 
 def test_requests_at_work_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

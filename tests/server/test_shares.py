@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from asyncio import CancelledError
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -411,3 +413,45 @@ def test_bytes_of_connections(monkeypatch: pytest.MonkeyPatch, key: str) -> None
     slots.hold(come("second", "honest"), 10)
     assert gone == ["hog-11"]
     assert slots.held_bytes == 100
+
+
+def test_requests_at_work(start: Callable[..., Any], keys: dict[str, str]) -> None:
+    with start(native="127.0.0.1:0") as server:
+        listener, url = server.listeners["native"], server.location("native")
+        half = listener.at_work.most // 2
+        with (
+            penstock.connect(url, token=keys["worker"]) as hog,
+            penstock.connect(url, token=keys["viewer"]) as other,
+        ):
+            listener.at_work.add("key 'worker'", half)
+            stats = threading.Thread(target=hog.stats, args=["orders"])
+            stats.start()
+            wait_until(lambda: any(listener.waiting.values()))
+            assert other.stats("orders").available == 0
+            assert stats.is_alive()
+            listener.at_work.give("key 'worker'", half)
+            # Whose request ends lets those go on that waited.
+            assert other.stats("orders").available == 0
+            stats.join(60)
+            assert not stats.is_alive()
+        assert listener.at_work.total == 0
+
+
+def test_connections_of_queuebers_clients(broker: penstock.Broker) -> None:
+    with running(broker, capnp="127.0.0.1:0") as server, ExitStack() as stack:
+        places = server.listeners["capnp"].places  # type: ignore[attr-defined]
+        places.most = 5
+
+        def come(host: str) -> socket.socket:
+            place = server.addresses["capnp"]
+            return stack.enter_context(
+                socket.create_connection(place, timeout=60, source_address=(host, 0))
+            )
+
+        for _ in range(4):
+            come("127.0.0.1")
+        wait_until(lambda: places.total == 4)
+        assert come("127.0.0.1").recv(1) == b""
+        come("127.0.0.2")
+        wait_until(lambda: places.total == 5)
+    assert places.total == 0

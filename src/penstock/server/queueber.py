@@ -24,7 +24,7 @@ from penstock.errors import InvalidInput, InvalidReceipt, PenstockError, QueueNo
 from penstock.model import Message
 from penstock.server.connections import Listener
 from penstock.server.framed import TURN_SECONDS, FramedConnection
-from penstock.server.shares import holder_of
+from penstock.server.shares import Shares, holder_of
 from penstock.server.waiting import ClaimWait
 from penstock.validation import check_count
 
@@ -90,6 +90,7 @@ class QueueberListener(Listener):
         self.metrics = metrics
         self.batcher = batcher
         self.queue = queue
+        self.places = Shares("connections", limits.MAX_QUEUEBER_CONNECTIONS, times=4)
         self._stack = contextlib.AsyncExitStack()
 
     def make_connection(self, slot: Slot) -> QueueberConnection:
@@ -140,17 +141,19 @@ class QueueberConnection(FramedConnection):
         self._calls = 0
 
     async def _serve(self, stream: Any) -> None:
-        if len(self._listener.connections) > limits.MAX_QUEUEBER_CONNECTIONS:
-            log.warning(
-                "%d clients are connected: no more are taken", limits.MAX_QUEUEBER_CONNECTIONS
-            )
-            self._shut = True
-        if not self._shut:
-            service = _Service(self._listener, self, self._slot)
-            server = capnp.TwoPartyServer(
-                stream, bootstrap=service, traversal_limit_in_words=_TRAVERSAL_WORDS
-            )
-            await server.on_disconnect()
+        places, holder = self._listener.places, holder_of("", self._slot.address)
+        if not places.fits(holder):
+            log.warning("a client is not taken: %s", places.refusal(holder))
+        elif not self._shut:
+            places.take(holder)
+            try:
+                service = _Service(self._listener, self, self._slot)
+                server = capnp.TwoPartyServer(
+                    stream, bootstrap=service, traversal_limit_in_words=_TRAVERSAL_WORDS
+                )
+                await server.on_disconnect()
+            finally:
+                places.give(holder)
         self.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

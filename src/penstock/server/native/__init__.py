@@ -14,6 +14,7 @@ from penstock.server.connections import Listener
 from penstock.server.native.connection import NativeConnection
 from penstock.server.native.requests import MessageSizes
 from penstock.server.security import ANYONE
+from penstock.server.shares import Shares
 from penstock.wire import native as wire
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ class NativeListener(Listener):
         self.metrics = server.metrics
         self.encoder = wire.Encoder()
         self.sizes = MessageSizes()
-        # Bytes of requests at work, of all connections; and the connections that wait for fewer.
-        self.bytes_at_work = 0
-        self.waiting: set[NativeConnection] = set()
+        # Bytes of requests at work, of all connections; and the connections that wait for fewer, by
+        # the holder of their share.
+        self.at_work = Shares("bytes of requests at work", limits.MAX_ALL_BYTES_AT_WORK)
+        self.waiting: dict[str, set[NativeConnection]] = {}
         self.store_id = ""
         self.loop: AbstractEventLoop = asyncio.get_running_loop()
 
@@ -88,7 +90,6 @@ class NativeListener(Listener):
 
     def wake_waiting(self) -> None:
         """Let the connections go on that waited for fewer bytes of requests at work."""
-        if self.bytes_at_work < limits.MAX_ALL_BYTES_AT_WORK:
-            waiting, self.waiting = self.waiting, set()
-            for connection in waiting:
+        for holder in [each for each in self.waiting if self.at_work.fits(each)]:
+            for connection in self.waiting.pop(holder):
                 self.loop.call_soon(connection.go_on)

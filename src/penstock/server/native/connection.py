@@ -95,7 +95,7 @@ class NativeConnection(FramedConnection):
 
     def _lost(self) -> None:
         """Cancel the claims that wait, and give back what was not sent: others get the messages."""
-        self._listener.waiting.discard(self)
+        self._listener.waiting.get(self._slot.share, set()).discard(self)
         self._batcher.take_back(self._unsent_messages.unsent(self._transport))
         self._out.clear()
         for pending in list(self._at_work):
@@ -158,8 +158,8 @@ class NativeConnection(FramedConnection):
                 or self._login is not None
                 or self._shut
             ):
-                if listener.bytes_at_work >= limits.MAX_ALL_BYTES_AT_WORK:
-                    listener.waiting.add(self)
+                if not listener.at_work.fits(self._slot.share):
+                    listener.waiting.setdefault(self._slot.share, set()).add(self)
                     break
                 if not self._reader.pending:
                     wanted = True
@@ -246,7 +246,7 @@ class NativeConnection(FramedConnection):
             self._at_work[pending] = None
             if self._time_is_up is None and kind not in wire.LONG:
                 self._watch_time(pending)
-            self._listener.bytes_at_work += pending.size
+            self._listener.at_work.add(self._slot.share, pending.size)
         self._bytes_at_work += pending.size
         if kind not in WITH_MESSAGES or self._backpressure.admit(pending):
             self._run(pending)
@@ -383,7 +383,7 @@ class NativeConnection(FramedConnection):
         if pending.until is None:
             del self._at_work[pending]
             listener = self._listener
-            listener.bytes_at_work -= pending.size
+            listener.at_work.give(self._slot.share, pending.size)
             if listener.waiting:
                 listener.wake_waiting()
         else:
