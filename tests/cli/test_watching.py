@@ -82,13 +82,17 @@ def test_top_on_a_terminal_that_can_not_replace_what_it_shows(
     ours, theirs = pty.openpty()
     child = start("top", "--every", "50ms", url=url, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    with os.fdopen(ours, "rb", buffering=0) as screen:
-        said = b""
-        # At its end, since nobody else has the terminal open.
+    said = b""
+    try:
+        # It ends when the child does, since nobody else has the terminal open.
         with suppress(OSError):
-            while part := screen.read(4096):
+            while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 4096)):
                 said += part
-    assert child.wait(60) == 0
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
     assert b"shown" in said
 
 
