@@ -384,7 +384,7 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_545,
+    ".": 3_555,
     "broker": 3_560,
     "cli": 3_335,
     "client": 2_475,
@@ -403,11 +403,11 @@ BUDGETS = {
     "store/codec": 1_380,
     "store/kv": 6_495,
     "store/live": 2_445,
-    "store/sql": 8_860,
+    "store/sql": 8_870,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_085, 47_650, 220, 14_215
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_165, 47_730, 220, 14_255
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

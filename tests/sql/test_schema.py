@@ -282,6 +282,7 @@ def test_a_database_of_another_encoding(postgres: PostgresServer) -> None:
         (lambda url: f"{url}?ring_size=many", "ring_size"),
         (lambda url: f"{url}?schema=pg_catalog", "schema"),
         (lambda url: f"{url}?schema=a-b", "schema"),
+        (lambda url: f"{url}?connect_timeout=soon", "connect_timeout is 'soon'"),
         (lambda url: f"{url},{url}", "in one database.*store for each application"),
         (lambda url: f"{url};{url}", "in one database.*store for each application"),
         (lambda url: [url, url], "in one database.*store for each application"),

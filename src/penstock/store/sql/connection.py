@@ -9,6 +9,7 @@ over a slow line is not cut off.
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -520,6 +521,9 @@ def _conninfo(conninfo: str) -> str:
         told = conninfo_to_dict(conninfo)
     except psycopg.Error as error:
         raise InvalidUrl(f"the database can't be opened: {said(error)}") from error
+    wait_s = told.get("connect_timeout", "0")
+    if not re.fullmatch(r"-?\d{1,9}", str(wait_s)):
+        raise InvalidUrl(f"connect_timeout is {wait_s!r:.100}; it must be a number of seconds")
     return make_conninfo(
         conninfo, **{name: value for name, value in _ALIVE.items() if name not in told}
     )
