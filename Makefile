@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 CLIENTS := $(VENV)/clients
 AWSCLI := $(CLIENTS)/awscli/.installed
 NPM := $(CLIENTS)/node/.installed
-GO := $(CLIENTS)/go/awssnssqs.test
-JAVA := $(CLIENTS)/java/Sqs.class
+GO_TESTS := $(CLIENTS)/go/awssnssqs.test
+JAVA_TESTS := $(CLIENTS)/java/Sqs.class
 FUZZ_SECONDS ?= 60
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 # Much of the tests' time is waiting for disks, servers and clocks.
@@ -109,7 +109,7 @@ $(STAMP): $(RUNNABLE)
 	$(BIN)/python -m pip install --quiet --no-compile --editable . --group dev
 	@touch $@
 
-clients: $(AWSCLI) $(NPM) $(GO) $(JAVA) ## SQS's clients of other makers, which tests drive the server with
+clients: $(AWSCLI) $(NPM) $(GO_TESTS) $(JAVA_TESTS) ## SQS's clients of other makers, which tests drive the server with
 
 # In an environment of its own: it pins another botocore than boto3 does.
 $(AWSCLI): | $(STAMP)
@@ -123,7 +123,7 @@ $(NPM): tests/clients/node/package.json tests/clients/node/package-lock.json | $
 	  { cd $(@D) && npm ci --no-audit --no-fund --loglevel=error && touch $(@F); }
 
 # Go Cloud tests a driver inside of the driver's package: ours is compiled there, with its helpers.
-$(GO): $(addprefix tests/clients/go/,go.mod go.sum conformance_test.go) | $(STAMP)
+$(GO_TESTS): $(addprefix tests/clients/go/,go.mod go.sum conformance_test.go) | $(STAMP)
 	@mkdir -p $(@D) && cp $^ $(@D)
 	@! command -v go >/dev/null || { cd $(@D) && go mod download gocloud.dev && rm -rf gocloud \
 	  && cp -r "$$(go list -m -f '{{.Dir}}' gocloud.dev)" gocloud && chmod -R u+w gocloud \
@@ -131,7 +131,7 @@ $(GO): $(addprefix tests/clients/go/,go.mod go.sum conformance_test.go) | $(STAM
 	  && cd gocloud && go test -c -o ../$(@F) ./pubsub/awssnssqs; } \
 	  || echo "Go Cloud's tests can't be built: they are skipped."
 
-$(JAVA): $(addprefix tests/clients/java/,pom.xml jars.sha256 Sqs.java) | $(STAMP)
+$(JAVA_TESTS): $(addprefix tests/clients/java/,pom.xml jars.sha256 Sqs.java) | $(STAMP)
 	@mkdir -p $(@D) && cp $^ $(@D)
 	@! { command -v mvn && command -v javac; } >/dev/null || { cd $(@D) && rm -rf jars \
 	  && mvn -q -B -C dependency:copy-dependencies -DoutputDirectory=jars \
