@@ -396,7 +396,7 @@ BUDGETS = {
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 9_570,
+    "server": 9_600,
     "server/console": 1_925,
     "spark": 5_415,
     "store": 1_895,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_165, 47_730, 220, 14_255
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_195, 47_755, 220, 14_255
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.client import Client
 
 MUCH = 1 << 24
+MEGABYTE = 1 << 20
 
 
 @pytest.fixture
@@ -127,6 +128,36 @@ def test_consumers_of_a_connection_are_bounded(
     assert isinstance(again, wire.Failure)
     assert again.id == 2
     assert len(served.batcher._subscriptions.by_queue["q"]) == 3
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["leaves", "cut off"])
+def test_messages_that_never_left_the_server_are_given_back_at_once(
+    served: Served, broker: Broker, raw: Raw, client: Client, *, cut: bool
+) -> None:
+    for _ in range(20):
+        client.send("q", b"x" * MEGABYTE)
+    # None of them is thought to be larger than it is.
+    served.listener.sizes.learn("q", MEGABYTE)
+    raw.send(encoder.frame(wire.Consume(1, "q", 20, limits.MAX_CREDIT_BYTES)))
+    consumer = consumer_of(served)
+    (connection,) = (
+        each for each in served.listener.connections if consumer.id in each._consumers.by_id
+    )
+    wait_until(lambda: connection._stuck_since is not None)
+    leased = broker.stats("q").in_flight
+    unsent = connection._transport.get_write_buffer_size() // MEGABYTE
+    assert 0 < unsent <= leased
+    if cut:
+        served.loop.call_soon_threadsafe(connection.abort)
+    else:
+        raw.socket.close()
+    # Of one, a part has left.
+    wait_until(lambda: broker.stats("q").in_flight <= leased - unsent + 1)
+    stats = broker.stats("q")
+    assert stats.available + stats.in_flight == 20
+    # The others had them, or may have had them.
+    assert stats.in_flight > 0
+    assert len(client.claim("q", limit=20)) == stats.available
 
 
 def test_one_that_does_not_read_is_bounded_and_cut_off(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tests.server.conftest import Process
+
+log = logging.getLogger(__name__)
 
 BURST_BYTES = 250_000
 # What the loop reads at a time, at most.
@@ -255,7 +258,6 @@ def test_an_honest_client_does_not_wait(
     serve: Callable[..., Process],
     flooding: Callable[[int, bytes], None],
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
     name: str,
 ) -> None:
     flood, options, token = flood_of(name), ["--ops-address", "127.0.0.1:0"], ""
@@ -275,5 +277,6 @@ def test_an_honest_client_does_not_wait(
             client.publish([Message(b"x", {"queue": "q"})])
             waits.append(loop_seconds() - began)
     waits.sort()
-    record_property("waits", f"{len(waits)}, p50 {waits[len(waits) // 2]:.3f}, {waits[-1]:.3f} s")
-    assert waits[len(waits) * 99 // 100] <= 0.5
+    p50, p99 = waits[len(waits) // 2], waits[len(waits) * 99 // 100]
+    log.info("%d publishes, p50 %.4f, p99 %.4f, at most %.4f s", len(waits), p50, p99, waits[-1])
+    assert p99 <= 0.5

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 # How long a client has to read the last words before its connection is closed.
 LINGER_MS: Final = 1_000
 TURN_SECONDS: Final = limits.MAX_TURN_MS / 1000
+# So many that have come count as a request in a connection's share of a turn: to read and to drop
+# them takes time, too.
+BYTES_OF_A_REQUEST: Final = 4096
 
 
 class FramedConnection(asyncio.Protocol):
@@ -33,7 +36,6 @@ class FramedConnection(asyncio.Protocol):
 
     # Bytes that wait for a client to read, from which on it counts as one that does not.
     unsent_bytes = limits.MAX_UNSENT_BYTES
-    stall_ms = limits.MAX_STALL_MS
 
     def __init__(self, listener: Any, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
         self._listener = listener
@@ -60,6 +62,11 @@ class FramedConnection(asyncio.Protocol):
     def idle(self) -> bool:
         """Whether no request is unanswered, so that its end costs no answer."""
         return True
+
+    @property
+    def stall_ms(self) -> int:
+        """How long a client may take nothing of what is written to it."""
+        return limits.MAX_STALL_MS
 
     @property
     def busy(self) -> bool:
@@ -115,10 +122,14 @@ class FramedConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in whatever pieces."""
+        self._share -= len(data) // BYTES_OF_A_REQUEST
         if not self._shut:
             self._work(data)
             if self._in_hand or self._slot.held_bytes:
                 self._account()
+        elif self._share <= 0:
+            self._read(wanted=False)
+            self._yield_turn()
 
     def pause_writing(self) -> None:
         """Stop reading from a client that does not read."""
@@ -146,7 +157,9 @@ class FramedConnection(asyncio.Protocol):
         """Go on after other connections have had their turn."""
         self._waits_for_turn = False
         self._share = limits.MAX_TURN_ANSWERS
-        if not self._shut:
+        if self._shut:
+            self._read(wanted=True)
+        else:
             self._work()
             self._account()
 

@@ -58,7 +58,6 @@ class HttpConnection(FramedConnection):
 
     def __init__(self, http: Http, loop: asyncio.AbstractEventLoop, slot: Slot) -> None:
         super().__init__(http, loop, slot)
-        self.stall_ms = http.bounds.stalled_write_ms
         self._parser = httptools.HttpRequestParser(self)
         # Bytes that the parser has not seen, and requests that it has seen whole.
         self._unfed = b""
@@ -115,6 +114,11 @@ class HttpConnection(FramedConnection):
     def idle(self) -> bool:
         """Whether no request that has come is unanswered."""
         return self._answering is None and not self._pending and not self._unfed
+
+    @property
+    def stall_ms(self) -> int:
+        """How long a client may take nothing of its answer."""
+        return self._listener.bounds.stalled_write_ms
 
     def refuse(self, why: str) -> None:
         """Make way for others: they have more in hand than there may be."""
@@ -278,6 +282,9 @@ class HttpConnection(FramedConnection):
             elif self._refusal is not None:
                 self._refuse(*self._refusal)
             elif at < len(data):
+                if self._share <= 0:
+                    self._yield_turn()
+                    break
                 at += self._feed(data, at)
             elif self._close_after:
                 self.close()
