@@ -80,14 +80,14 @@ class Shares:
     def add(self, holder: str, size: int) -> None:
         """Give a holder so much more, which may be beyond its share."""
         with self._free:
-            self._held[holder] = self.held(holder) + size
+            self._held[holder] = self._held.get(holder, 0) + size
             self.total += size
 
     def give(self, holder: str, size: int = 1) -> None:
         """Take so much back from a holder."""
         with self._free:
             self.total -= size
-            self._held[holder] = left = self.held(holder) - size
+            self._held[holder] = left = self._held.get(holder, 0) - size
             if not left:
                 del self._held[holder]
             self._free.notify_all()

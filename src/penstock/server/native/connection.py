@@ -149,6 +149,7 @@ class NativeConnection(FramedConnection):
         if self._shut or self._waits_for_turn:
             return
         listener, wanted = self._listener, False
+        at_work = listener.at_work
         ends = loop_seconds() + TURN_SECONDS
         try:
             while not (
@@ -158,7 +159,8 @@ class NativeConnection(FramedConnection):
                 or self._login is not None
                 or self._shut
             ):
-                if not listener.at_work.fits(self._slot.share):
+                # While half is free, everybody's share is.
+                if at_work.total * 2 >= at_work.most and not at_work.fits(self._slot.share):
                     listener.waiting.setdefault(self._slot.share, set()).add(self)
                     break
                 if not self._reader.pending:
