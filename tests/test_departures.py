@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.sql.postgres import PostgresServer
+
     from penstock import Broker
 
 
@@ -47,43 +49,77 @@ def test_a_claim_that_ends_before_it_returns_is_given_back(
 
 
 FORKS = """
-import os, sys, threading, penstock
+import os, signal, sys, penstock
 
-broker = penstock.open(sys.argv[1])
+url = sys.argv[1]
+broker = penstock.open(url)
 broker.create_queue("q")
-broker.send("q", b"1")
-# A thread that is not in the child holds the lock.
-with broker._runner._lock:
-    child = os.fork()
+for payload in (b"1", b"2", b"3"):
+    broker.send("q", payload)
+consumer = broker.consume("q", wait_ms=0)
+held = [next(consumer) for _ in range(3)]
+held[0].ack().result()
+# Threads that are not in the child hold the locks.
+runner, settler = broker._runner, consumer.settler
+with runner._lock, runner._outage_lock, consumer._claiming:
+    pending = held[1].ack()
+    with settler._lock:
+        child = os.fork()
 if not child:
-    refused = 0
-    for act in (
+    # A child that hangs is killed.
+    signal.alarm(60)
+    acts = [
         lambda: broker.claim("q", wait_ms=1000),
-        lambda: broker.send("q", b"2"),
+        lambda: broker.send("q", b"4"),
         lambda: broker.stats("q"),
         lambda: broker.sweep(),
-    ):
+        lambda: held[2].ack().result(),
+        lambda: held[2].extend(lease_ms=1),
+        lambda: pending.result(),
+        lambda: next(consumer),
+    ]
+    if url.startswith(("rocksdb", "slatedb")):
+        acts.append(lambda: penstock.open(url + "-2"))
+    refused = 0
+    for act in acts:
         try:
             act()
-        except penstock.BrokerClosed as error:
+        except (penstock.BrokerClosed, penstock.StorageFailed) as error:
             refused += "fork()" in str(error)
+    consumer.flush()
+    consumer.close()
     broker.close()
-    os._exit(40 + refused)
+    # In order, as workers of gunicorn end: what the child has of the store goes.
+    sys.exit(40 + len(acts) - refused)
 _, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 44, status
-broker.send("q", b"3")
-assert len(broker.claim("q", limit=5)) == 2
+assert os.waitstatus_to_exitcode(status) == 40, status
+assert [each.ack().result().status for each in held[2:]] == ["done"]
+assert pending.result().status == "done"
+broker.send("q", b"5")
+assert [each.payload for each in broker.claim("q", limit=5)] == [b"5"]
 assert not broker.check().found
 broker.close()
 """
 
 
-@pytest.mark.parametrize("scheme", ["rocksdb:", "slatedb+file://"])
-def test_a_broker_is_not_for_the_children_of_its_process(scheme: str, tmp_path: Path) -> None:
+def run_forks(url: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS, f"{scheme}{tmp_path / 'store'}"],
+        [sys.executable, "-W", "ignore", "-c", FORKS, url],
         timeout=120,
         capture_output=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("scheme", ["memory:", "rocksdb:{}", "slatedb+file://{}"])
+def test_a_broker_is_not_for_the_children_of_its_process(scheme: str, tmp_path: Path) -> None:
+    run_forks(scheme.format(tmp_path / "store"))
+
+
+def test_a_broker_on_postgresql_is_not_for_the_children_of_its_process(
+    postgres: PostgresServer,
+) -> None:
+    name = postgres.create()
+    run_forks(postgres.url(name))
+    postgres.drop(name)

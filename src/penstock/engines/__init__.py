@@ -7,11 +7,13 @@ durable. One process owns an engine, and the layer above lets one thread at a ti
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from weakref import WeakSet
 
-from penstock.errors import InvalidInput, StoreDamaged
+from penstock.errors import InvalidInput, StorageFailed, StoreDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +25,50 @@ if TYPE_CHECKING:
 # Names a table to a batch. The RocksDB engine hands out the library's own handles and batches, so
 # that a put costs one call and no wrapper; hence an opaque type.
 Family = Any
+# What of this process has parts of a library with threads; the libraries; and those of its parent.
+_open: Final[WeakSet[object]] = WeakSet()
+_used: Final[set[str]] = set()
+_left: Final[set[str]] = set()
 # So many letters in a row are a name, fewer are chance.
 _READABLE = 4
+
+
+def enter_library(name: str) -> None:
+    """Note that this process uses a library with threads; raise in a fork, which lacks them."""
+    if name in _left:
+        raise StorageFailed(
+            f"{name} can't be used in a fork() of a process that has used it, since its threads "
+            "are the parent's: connect to a server, or start the process with 'spawn'"
+        )
+    _used.add(name)
+
+
+def keep_in_forks(holder: object) -> None:
+    """Let forks of this process never let go of an object that has parts of a library.
+
+    Those parts wait, when they go, for threads of the library.
+    """
+    _open.add(holder)
+
+
+def _leave_to_parent() -> None:
+    _left.update(_used)
+    if not _used:
+        return
+    # Loaded when it is wanted.
+    import ctypes  # noqa: PLC0415
+
+    for each in _open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    # RocksDB joins its threads when a process ends in order. So the last thing before that, which
+    # is the first to be called, writes what C has in its buffers, and ends the process.
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(libc._exit, None)  # noqa: SLF001 - a function of C
+        libc.on_exit(libc.fcloseall, None)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Shape(Enum):
@@ -83,6 +127,7 @@ class View:
     def __init__(self, tables: Mapping[str, Table], close: Callable[[], None]) -> None:
         self.tables = tables
         self.close = close
+        keep_in_forks(self)
 
     def table(self, name: str) -> Table:
         """Return a table as it was."""

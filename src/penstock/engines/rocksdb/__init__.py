@@ -32,7 +32,7 @@ import rocksdict as rocks
 
 from penstock import limits
 from penstock.clock import SystemClock
-from penstock.engines import Engine, Shape, View
+from penstock.engines import Engine, Shape, View, enter_library, keep_in_forks
 from penstock.engines.disk import FreeSpace
 from penstock.engines.rocksdb import files
 from penstock.engines.rocksdb.tables import RocksTable, RocksViewTable, is_full, pass_on, translate
@@ -137,6 +137,7 @@ def _open(
     is_copy: bool = False,
 ) -> rocks.Rdict:
     """Check and open a database; ``is_copy``: for reading only."""
+    enter_library("RocksDB")
     columns = _family_options(tables, write_buffer_mb, block_cache_mb)
     for name in uncompacted & columns.keys():
         columns[name].set_disable_auto_compactions(True)
@@ -197,6 +198,7 @@ class RocksEngine(Engine):
         block_cache_mb: int = limits.STORE_MEMORY_MB,
     ) -> None:
         """Open the store at ``path``; if there is none, make one with the given mark."""
+        keep_in_forks(self)
         self.path = path
         # Why the engine takes no writes: the very error of the first write that failed.
         self.away: StorageFailed | None = None

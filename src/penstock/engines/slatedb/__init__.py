@@ -32,7 +32,7 @@ from slatedb import uniffi as slate
 from slatedb.uniffi import Error
 
 from penstock.clock import SystemClock
-from penstock.engines import Engine, View, rows_of
+from penstock.engines import Engine, View, keep_in_forks, rows_of
 from penstock.engines.slatedb.binding import (
     CallTimeout,
     call,
@@ -117,6 +117,7 @@ class SlateEngine(Engine):
     def __init__(
         self, location: SlateLocation, tables: Iterable[str], *, flush_ms: int | None = None
     ) -> None:
+        keep_in_forks(self)
         self.location = location
         # Why the database is lost to this process; and why it takes no writes for now.
         self._failure: PenstockError | None = None

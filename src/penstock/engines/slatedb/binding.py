@@ -32,7 +32,7 @@ from slatedb.uniffi import (
 )
 from slatedb.uniffi import slatedb as binding
 
-from penstock.engines import damage_text
+from penstock.engines import damage_text, enter_library
 from penstock.engines.places import BUCKET_NAME, endpoint_of
 from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreFenced
 
@@ -61,6 +61,7 @@ class SlateLocation(NamedTuple):
 
     def store(self) -> ObjectStore:
         """Return the library's handle; make the directory if it is not there."""
+        enter_library("SlateDB")
         if self.kind == "file":
             try:
                 Path(self.root).mkdir(parents=True, exist_ok=True)
