@@ -388,7 +388,7 @@ BUDGETS = {
     "broker": 3_560,
     "cli": 3_335,
     "client": 2_475,
-    "engines": 3_707,
+    "engines": 3_724,
     "filters": 1_405,
     "flight": 3_885,
     "importers": 700,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_195, 47_755, 220, 14_285
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_219, 47_755, 220, 14_285
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

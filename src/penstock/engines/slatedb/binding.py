@@ -6,16 +6,15 @@ Endpoint, region and credentials of S3 come from the usual variables of the envi
 
 The binding offers coroutines that need an event loop for one thing only: to be woken when the
 library has got further. :func:`call` is that much of a loop. The library's work happens on the
-caller's thread and on the library's own; no call changes to another Python thread, which would
-cost more than most calls do.
+thread that calls and on the library's own; only the main thread's calls change to another one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-import sys
 import threading
+from _thread import start_new_thread
 from asyncio import events
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -37,7 +36,14 @@ from penstock.engines.places import BUCKET_NAME, endpoint_of
 from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreFenced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Coroutine,
+        Generator,
+        Iterable,
+        Mapping,
+        Sequence,
+    )
 
 T = TypeVar("T")
 
@@ -192,38 +198,51 @@ class _Loop:
         callback(*arguments)
 
 
-# What came out of the binding's own function on this thread while the library called that.
-_lost: Final = threading.local()
-_CALLED_BACK: Final = (binding.__file__, "_uniffi_continuation_callback")
-_show_unraisable: Final = sys.unraisablehook
-
-
-def _keep_lost(unraisable: sys.UnraisableHookArgs) -> None:
-    """Keep what a signal handler raises in a function that the library calls.
-
-    Python would show it and go on, and the caller would wait for the rest of that function.
-    """
-    trace = unraisable.exc_traceback
-    code = None if trace is None else trace.tb_frame.f_code
-    if code is not None and (code.co_filename, code.co_name) == _CALLED_BACK:
-        _lost.error = unraisable.exc_value
-    else:
-        _show_unraisable(unraisable)
-
-
-sys.unraisablehook = _keep_lost
-
-
 def call(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """Run one of the binding's coroutines to its end on this thread."""
+    """Run one of the binding's coroutines to its end."""
     return call_all([coroutine], timeout_s)[0]
 
 
 def call_all(coroutines: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> list[T]:
     """Run several at the same time; the first error ends them all.
 
-    ``timeout_s`` is how long the library may be silent.
+    ``timeout_s`` is how long the library may be silent. Those of the main thread are run by another
+    one: a signal handler that raises in the binding's own code would make it free memory twice.
+    Such an exception comes out here, and the calls go on.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return _run_all(coroutines, timeout_s)
+    enter_library("SlateDB")
+    answer: SimpleQueue[tuple[list[T], BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((_run_all(coroutines, timeout_s), None))
+        except BaseException as error:
+            answer.put(([], error))
+
+    with _beginning:
+        if not _callers:
+            _callers.append(start_new_thread(_run_calls, ()))
+    _calls.put(run)
+    results, error = answer.get()
+    if error is not None:
+        raise error
+    return results
+
+
+# The calls of the main thread, in order, and the thread that makes them.
+_calls: Final[SimpleQueue[Callable[[], None]]] = SimpleQueue()
+_callers: Final[list[int]] = []
+_beginning: Final = threading.Lock()
+
+
+def _run_calls() -> None:
+    while True:
+        _calls.get()()
+
+
+def _run_all(coroutines: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> list[T]:
     loop = _Loop()
     results: list[Any] = [None] * len(coroutines)
     # By the step that it waits for: a coroutine and its position.
@@ -234,8 +253,6 @@ def call_all(coroutines: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> 
             waiting[coroutine.send(None)] = at, coroutine
         except StopIteration as end:
             results[at] = end.value
-        if (lost := vars(_lost).pop("error", None)) is not None:
-            raise lost
 
     outer = events._get_running_loop()  # noqa: SLF001 - made for those who write loops
     try:
