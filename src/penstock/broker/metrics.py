@@ -65,9 +65,9 @@ class VerbTimes:
         def timed(*values: Any, **named: Any) -> Any:
             if getattr(inside, "verb", False):
                 return call(*values, **named)
-            inside.verb = True
             outcome, begin = "ok", seconds()
             try:
+                inside.verb = True
                 return call(*values, **named)
             except BaseException as error:
                 outcome = type(error).__name__ if isinstance(error, PenstockError) else OTHERS

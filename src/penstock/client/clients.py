@@ -345,11 +345,11 @@ class Client(Verbs):
         with self._guard:
             if self._closed:
                 raise BrokerClosed("the client is closed")
-            first = not self._inbox
-            self._inbox.append((call, waiter))
-            if first:
-                # One wake-up for all calls that are handed over before the loop gets to them.
+            if not self._inbox:
+                # One wake-up for all calls that are handed over before the loop gets to them. It
+                # comes first: a call without one, after an interrupt, would keep all from theirs.
                 self._loop.call_soon_threadsafe(self._drain)
+            self._inbox.append((call, waiter))
         try:
             result, error = waiter.wait()
         except BaseException:

@@ -36,6 +36,7 @@ from penstock.flight import protocol
 from penstock.flight.protocol import MATCHES, OFFSETS, Actions, Published, SnapshotFacts
 from penstock.store.filling import Filled
 from penstock.store.transfer import CopyPage, CopyStart
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,7 +56,6 @@ _SILENT: Final = ("Detail: TimedOut", "Detail: Unavailable", "Detail: Cancelled"
 # How often a read of the log goes on after the server went away, without a row in between.
 _TRIES: Final = 4
 _clock: Final = SystemClock()
-_waiting: Final = threading.Condition()
 _clients: Final[dict[tuple[Any, ...], fl.FlightClient]] = {}
 _clients_lock: Final = threading.Lock()
 
@@ -447,8 +447,7 @@ class FlightStore(Actions):
 
 
 def _pause(wait_ms: int) -> None:
-    with _waiting:
-        _clock.wait(_waiting, int(wait_ms * (0.75 + _clock.random() / 2)))
+    _clock.wait(Waiter(), int(wait_ms * (0.75 + _clock.random() / 2)))
 
 
 def _within(idle_ms: int, call: Callable[[], _T], give_up: Callable[[Future[_T]], object]) -> _T:

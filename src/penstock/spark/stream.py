@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -49,6 +48,7 @@ from penstock.spark.log import (
     resolve,
 )
 from penstock.spark.reader import Shape, read_stretch, starting, tasks
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,7 +66,6 @@ IDLE_MS: Final = 100
 
 # By table, the states whose sequence numbers it is read by.
 _STATES: Final = {"done": ("done",), "failed": ("failed",), "attempts": ("done", "failed")}
-_waiting: Final = threading.Condition()
 
 
 @contextmanager
@@ -292,8 +291,7 @@ class FeedStreamReader(StreamReader):
         if not waiting or (self._until is None and self._delay.holds(waiting)):
             end = begin
             if self._until is None:
-                with _waiting:
-                    SystemClock().wait(_waiting, IDLE_MS)
+                SystemClock().wait(Waiter(), IDLE_MS)
         self._latest = {**_plain(latest), "lag": self._lag(end, latest)}
         return start if end is begin else _plain(end)
 

@@ -57,6 +57,7 @@ from penstock.engines.slatedb.tables import (
 )
 from penstock.errors import InvalidInput, PenstockError, StorageFailed
 from penstock.limits import HEARTBEAT_MS, READ_CACHE_BYTES
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -123,8 +124,9 @@ class SlateEngine(Engine):
         self._failure: PenstockError | None = None
         self._unanswered: StorageFailed | None = None
         self._on_lost: Callable[[PenstockError], None] | None = None
-        self._stop = threading.Event()
-        self._wake_watcher = threading.Event()
+        self._stop = False
+        # The watcher waits here.
+        self._pause = Waiter()
         self._syncing = threading.Lock()
         self._seconds = SystemClock().seconds
         self._flush_s = (FLUSH_MS[location.kind] if flush_ms is None else flush_ms) / 1000
@@ -239,8 +241,8 @@ class SlateEngine(Engine):
         with self._syncing:
             self._check_writable()
             pause_s = self._flushed_at + self._flush_s - self._seconds()
-            if pause_s > 0:
-                self._stop.wait(pause_s)
+            if pause_s > 0 and not self._stop:
+                Waiter().wait(pause_s)
             self._flushed_at = self._waiting_since = self._seconds()
             try:
                 self._run(self._db.flush_with_options(_TO_LOG))
@@ -270,10 +272,10 @@ class SlateEngine(Engine):
 
     def close(self) -> None:
         """Sync and close the database."""
-        if self._stop.is_set():
+        if self._stop:
             return
-        self._stop.set()
-        self._wake_watcher.set()
+        self._stop = True
+        self._pause.wake()
         try:
             if self._failure is None:
                 self.sync()
@@ -336,7 +338,7 @@ class SlateEngine(Engine):
         if self._failure is None:
             self._failure = failure
             # The watcher calls back: the callback takes a lock that this thread may have.
-            self._wake_watcher.set()
+            self._pause.wake()
 
     def _shut_down(self, flush: slate.FlushType) -> None:
         failed = self._failure is not None or self._unanswered is not None
@@ -349,8 +351,8 @@ class SlateEngine(Engine):
     def _watch(self) -> None:
         """Notice that another writer has fenced this one; keep the log short and alive."""
         while self._failure is None:
-            self._wake_watcher.wait(_WATCH_S)
-            if self._stop.is_set():
+            self._pause.wait(_WATCH_S)
+            if self._stop:
                 return
             reason = self._db.status().close_reason
             if reason is slate.CloseReason.FENCED:

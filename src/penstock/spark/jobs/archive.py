@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -47,6 +46,7 @@ from penstock.spark.delta import (
 )
 from penstock.spark.sessions import parallelism, pinned, translated
 from penstock.spark.stream import deal
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -165,7 +165,6 @@ def follow(
     >>> for done in follow(spark, "grpc://127.0.0.1:8815", "/srv/archive"):   # doctest: +SKIP
     ...     print(done.rows)
     """
-    waiting = threading.Condition()
     races = 0
     while True:
         try:
@@ -178,8 +177,7 @@ def follow(
             logger.warning("archive run failed, try %d of %d: %s", races, _RACES + 1, error)
         else:
             yield done
-        with waiting:
-            SystemClock().wait(waiting, every_ms)
+        SystemClock().wait(Waiter(), every_ms)
 
 
 def _firsts(history: HistoryEnds) -> dict[Mark, int]:
