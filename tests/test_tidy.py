@@ -388,7 +388,7 @@ BUDGETS = {
     "broker": 3_560,
     "cli": 3_335,
     "client": 2_475,
-    "engines": 3_724,
+    "engines": 3_726,
     "filters": 1_405,
     "flight": 3_885,
     "importers": 700,
