@@ -221,6 +221,17 @@ def test_the_garbage_collector_may_end_a_consumer_while_the_broker_is_locked(
     wait_until(lambda: (broker.stats("q").available, broker.stats("q").done) == (15, 1))
 
 
+def test_a_consumer_that_is_closed_ends_the_wait_for_a_clock_that_stands_still() -> None:
+    with penstock.open("memory:", clock=ManualClock()) as still:
+        still.create_queue("q")
+        consumer = still.consume("q")
+        thread = threading.Thread(target=lambda: list(consumer), daemon=True)
+        thread.start()
+        wait_until(lambda: still._runner._waiters)
+        consumer.close()
+        wait_until(lambda: not thread.is_alive())
+
+
 def test_a_consumer_that_is_closed_ends_long_waits(broker: Broker) -> None:
     consumer = broker.consume("q", wait_ms=penstock.limits.MAX_WAIT_MS)
     thread = threading.Thread(target=lambda: list(consumer), daemon=True)

@@ -385,7 +385,7 @@ def test_files_and_functions_are_short() -> None:
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
     ".": 3_555,
-    "broker": 3_560,
+    "broker": 3_565,
     "cli": 3_335,
     "client": 2_475,
     "engines": 3_726,

@@ -226,12 +226,15 @@ class BrokerConsumer(Consumer):
             self._check()
             if len(self.settler.settlements) > limits.MAX_UNSETTLED:
                 self.settler.flush()
-            # In short waits, so that close() ends it.
+            # In short waits: a broker that hangs does not hear of close().
             wait_ms = CLAIM_MS
             if until_ms is not None:
                 wait_ms = min(CLAIM_MS, max(0, until_ms - self.settler.now_ms()))
             limit = min(self._batch, max(1, self._most_bytes // self._size))
-            claimed = self._broker.claim(self._queue, limit=limit, wait_ms=wait_ms, **self._options)
+            with self._broker.claiming_until(lambda: self._closed):
+                claimed = self._broker.claim(
+                    self._queue, limit=limit, wait_ms=wait_ms, **self._options
+                )
             if claimed:
                 self._batch = min(self._most, self._batch * 2)
                 self._keep(claimed)
@@ -269,6 +272,7 @@ class BrokerConsumer(Consumer):
         """End it: messages that were not taken are given back."""
         self._closed = True
         if self._broker.failure is None:
+            self._broker.rouse(self._queue)
             self.settler.flush()
             give_back(self._broker, self._ready)
         self._end()
