@@ -257,7 +257,7 @@ def test_a_server_makes_them_in_its_directory(serve: Callable[..., Any], tmp_pat
     run("backup", "plain", "--url", address)
     assert "is not a backup's name" in cli("backup", "files", "--url", address).output
     assert cli("backup", "create", place, "--url", address).exit_code == 2
-    server.kill()
+    server.stop()
     records = [json.loads(line) for line in server.log.read_text().splitlines()]
     made = [each["backup"] for each in records if each["message"] == "a backup was made"]
     assert made == [name, "page", "plain"]

@@ -184,7 +184,7 @@ def test_what_is_wrong_is_the_calls_error(
                 await add(queue, b"x")
         assert "the server failed (ZeroDivisionError); its log says why" in str(failed.value)
         assert "Traceback" not in str(failed.value)
-        assert "ZeroDivisionError: integer division" in caplog.text
+        assert "ZeroDivisionError: " in caplog.text
         with pytest.raises(capnp.KjException, match="delay"):
             await add(queue, b"never", delay=(1 << 64) - 1)
         assert await add(queue) == []

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from penstock.errors import BrokerClosed, PenstockError, StorageFailed, StoreFenced
 from penstock.histogram import Histogram
-from penstock.waiter import Waiter
+from penstock.waiter import Waiter, let_go
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Committer:
         self._committed = committed
         self._seconds = seconds
         self._relaxed = relaxed
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # The committer waits here for what callers want.
         self._work = Waiter()
         self._wanted = 0
@@ -87,7 +87,11 @@ class Committer:
         if self._relaxed or (number <= self._settled and not self._failures):
             return
         answer: SimpleQueue[PenstockError | None] = SimpleQueue()
-        self.tell(number, answer.put)
+        try:
+            self.tell(number, answer.put)
+        except BaseException:
+            let_go(self._lock)
+            raise
         failure = answer.get()
         if failure is not None:
             raise failure.with_traceback(None)

@@ -34,7 +34,7 @@ from penstock.errors import (
     StoreFenced,
 )
 from penstock.histogram import Histogram
-from penstock.waiter import Waiter
+from penstock.waiter import Waiter, let_go
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -107,7 +107,7 @@ class Runner:
         self._progress = store.progress
         self._clock = clock
         self._guard = TimeGuard(store.info().time_floor_ms)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # The seconds of callers that had to wait for the lock; changed with the lock held.
         self.lock_waits = Histogram.over()
         self._parallel = store.parallel
@@ -175,7 +175,7 @@ class Runner:
         """
         if self._parallel:
             return self._turn_beside(change, after)
-        begin = self._clock.seconds() if self._lock.locked() else None
+        begin = None if self._busy_since is None else self._clock.seconds()
         with self._lock:
             self._busy_since = now = self._clock.seconds()
             try:
@@ -219,6 +219,7 @@ class Runner:
 
     def _note_failed(self, error: BaseException) -> None:
         """Tell others what the error of a change means for them."""
+        let_go(self._lock)
         with self._lock:
             if isinstance(error, StoreFenced):
                 self._note_loss(error)
@@ -310,6 +311,7 @@ class Runner:
 
         One that was interrupted can be called again.
         """
+        let_go(self._lock)
         with self._lock:
             if self._ended or self.lost is _NOT_OURS:
                 return
@@ -332,7 +334,7 @@ class Runner:
     def disown(self) -> None:
         """Refuse every verb from here on: this process is a fork of the one that has the store."""
         # A thread that is not here may have held the locks.
-        self._lock, self._outage_lock = threading.Lock(), threading.Lock()
+        self._lock, self._outage_lock = threading.RLock(), threading.Lock()
         self._recovering, self.lost = threading.Lock(), _NOT_OURS
 
     def _now_ms(self) -> int:
