@@ -385,10 +385,10 @@ def test_files_and_functions_are_short() -> None:
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
     ".": 3_555,
-    "broker": 3_565,
+    "broker": 3_570,
     "cli": 3_335,
-    "client": 2_475,
-    "engines": 3_726,
+    "client": 2_465,
+    "engines": 3_730,
     "filters": 1_405,
     "flight": 3_885,
     "importers": 700,
@@ -396,18 +396,18 @@ BUDGETS = {
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 9_600,
+    "server": 9_595,
     "server/console": 1_925,
-    "spark": 5_415,
-    "store": 1_895,
+    "spark": 5_410,
+    "store": 1_890,
     "store/codec": 1_380,
     "store/kv": 6_495,
-    "store/live": 2_445,
-    "store/sql": 8_870,
+    "store/live": 2_440,
+    "store/sql": 8_865,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_219, 47_755, 220, 14_285
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_155, 47_680, 220, 14_265
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
