@@ -216,6 +216,42 @@ def test_parts_that_share_numbers_are_told_apart(
         assert_clean(hand.broker)
 
 
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("state", [State.DONE, State.FAILED])
+@pytest.mark.parametrize("fault", ["several times", "shared numbers"])
+def test_a_repair_that_dies_between_two_commits_loses_no_history(
+    make_hand: Any, monkeypatch: pytest.MonkeyPatch, state: State, fault: str
+) -> None:
+    left = 0
+    died = True
+    while died:
+        hand = make_hand("memory", "indexed", "inline")
+        keys, ids = end_five(hand, state)
+        ((part, value),) = hand.rows("history", keys.prefix(b"five"))
+        failed = state is State.FAILED
+        entries = records.decode_ended(value, failed=failed)
+        if fault == "several times":
+            entries = [each._replace(ended_at_ms=each.message_id) for each in entries]
+            hand.put("history", part, records.encode_ended(entries, failed=failed))
+        else:
+            second = keys.key(b"five", opendata.make_id(1, 0), 2)
+            hand.put("history", part, records.encode_ended(entries[:3], failed=failed))
+            hand.put("history", second, records.encode_ended(entries[3:], failed=failed))
+        with monkeypatch.context() as patched:
+            commits = iter([hand.engine.commit] * left)
+            patched.setattr(hand.engine, "commit", lambda batch, rest=commits: next(rest)(batch))
+            died = False
+            try:
+                check(hand, repair=True)
+            except StopIteration:
+                died = True
+        hand.core.load()
+        assert check(hand, repair=True).ok
+        assert_clean(hand.broker)
+        assert sorted(ended(hand, state).values()) == ids, f"after {left} commits"
+        left += 1
+
+
 @DESIGNS
 def test_payloads_of_quarantined_records_are_kept(make_hand: Any, design: str) -> None:
     hand = make_hand("memory", design, "inline")

@@ -334,7 +334,9 @@ class QueueAudit:
             changes[place] = encode(kept)
             behind += len(kept)
             self._used[f"next_{state.value}"] = behind
-        for place, row in changes.items():
+        # From behind, and what is to go last: a message is there twice, and found by the next
+        # reading, if the process dies between two commits.
+        for place, row in sorted(changes.items(), key=_is_written, reverse=True):
             rows.write("history", place, row)
         if failed:
             rows.compare_all("history", [index_prefix], index, f"{what}: the index of messages")
@@ -425,6 +427,10 @@ def _parse_bucket(key: bytes, value: bytes) -> tuple[int, list[_Entry], bytes]:
         raise RefusedRow(Kind.STRANGER, f"{bucket_id:#x} is a claim id, not that of a bucket")
     available, in_flight = buckets.decode_active(value)
     return bucket_id, [*(each for each, _ in in_flight), *(each for each, _ in available)], value
+
+
+def _is_written(change: tuple[bytes, bytes | None]) -> tuple[bool, bytes]:
+    return change[1] is not None, change[0]
 
 
 def _pack(entries: Collection[_Entry]) -> bytes:
