@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import wait_until
 
 import penstock
-from penstock.broker.durability import Committer
+from penstock.broker.durability import Committer, start_thread
 from penstock.broker.requests import Joint
 from penstock.errors import BrokerClosed, PenstockError, StorageFailed
 
@@ -247,3 +247,13 @@ def test_a_store_is_recovered_by_one_at_a_time(tmp_path: Path) -> None:
         broker.sweep()
         assert broker._store.health().away is None
         assert made == []
+
+
+def test_a_thread_that_can_not_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    # As Python's own start() has it, at the limit of the process or of the machine.
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        start_thread("one", lambda: None)

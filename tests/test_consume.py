@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections import deque
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -289,6 +290,29 @@ def test_refused_extensions_are_told(broker: Broker) -> None:
         outcome = delivery.extend(lease_ms=1_000).result()
         assert outcome.status is OutcomeStatus.STALE
         assert told == consumer.flush() == [outcome]
+
+
+def test_a_flush_while_the_thread_ends_is_answered(broker: Broker) -> None:
+    consumer: Any = broker.consume("q", wait_ms=0)
+    settler = consumer.settler
+
+    class Flushing(deque[Any]):
+        def __bool__(self) -> bool:
+            """Begin one more flush, when the thread has answered all others."""
+            has_some = len(self) > 0
+            if settler._closed and not has_some and not flush.ident:
+                flush.start()
+                # As far as it comes meanwhile.
+                flush.join(0.1)
+            return has_some
+
+    flush = threading.Thread(target=settler.flush, daemon=True)
+    settler._flushing = Flushing()
+    settler.start()
+    settler.close(deque())
+    wait_until(lambda: flush.ident)
+    flush.join(60)
+    assert not flush.is_alive()
 
 
 def test_a_settlement_may_outlive_the_loop_that_waited_for_it() -> None:

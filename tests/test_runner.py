@@ -9,9 +9,11 @@ import pytest
 from tests.waiting import wait_until
 
 import penstock
+from penstock.broker.runner import _Waiters
 from penstock.clock import ManualClock
 from penstock.errors import StoreFenced
 from penstock.store.kv.maintain import IDLE_MS
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,6 +102,19 @@ def test_a_listener_that_fails_keeps_nobody_waiting(broker: Broker) -> None:
         broker._runner._lose(StoreFenced("another broker has opened it"))
     waiting.join(60)
     assert len(failures) == 1
+
+
+def test_a_wake_that_is_interrupted_loses_no_claim() -> None:
+    class Interrupted(Waiter):
+        def wake(self) -> None:
+            raise KeyboardInterrupt
+
+    waiters, waiter = _Waiters(), Interrupted()
+    waiters.waiting.append(waiter)
+    with pytest.raises(KeyboardInterrupt):
+        waiters.wake(1)
+    # Whoever tells all of them next finds it.
+    assert list(waiters.waiting) == [waiter]
 
 
 def test_a_refused_sweep_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

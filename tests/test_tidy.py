@@ -385,7 +385,7 @@ def test_files_and_functions_are_short() -> None:
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
     ".": 3_555,
-    "broker": 3_570,
+    "broker": 3_581,
     "cli": 3_335,
     "client": 2_465,
     "engines": 3_730,
@@ -401,13 +401,13 @@ BUDGETS = {
     "spark": 5_410,
     "store": 1_890,
     "store/codec": 1_380,
-    "store/kv": 6_495,
+    "store/kv": 6_498,
     "store/live": 2_440,
     "store/sql": 8_865,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_155, 47_680, 220, 14_265
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_173, 47_692, 220, 14_274
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

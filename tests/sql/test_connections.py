@@ -220,6 +220,36 @@ def test_a_close_waits_for_the_verb_that_is_under_way(postgres: PostgresServer, 
         closing.result(LONG_S)
 
 
+@pytest.mark.parametrize("meanwhile", ["send", "rouse", "close"])
+def test_a_claim_hears_of_what_comes_while_it_looks_for_the_first_time(
+    url: str, meanwhile: str
+) -> None:
+    """A call of another thread, which ends before the claim has begun to wait."""
+    broker = penstock.open(url)
+    looks = 0
+
+    def look(now_ms: int) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 1 and meanwhile == "close":
+            threads.submit(broker.close)
+            wait_until(lambda: broker.failure)
+        elif looks == 1:
+            threads.submit(getattr(broker, meanwhile), "q", *messages).result(LONG_S)
+        return looks > 1
+
+    messages = [b""] if meanwhile == "send" else []
+    with ThreadPoolExecutor(2) as threads, broker:
+        broker.create_queue("q")
+        wait_ms = 2 * LONG_S * 1000
+        waiting = threads.submit(broker._runner.apply, look, queue="q", wait_ms=wait_ms)
+        if meanwhile == "close":
+            with pytest.raises(BrokerClosed):
+                waiting.result(LONG_S)
+        else:
+            assert waiting.result(LONG_S)
+
+
 def test_a_fork_leaves_the_connections_to_its_parent(url: str) -> None:
     with penstock.open(url) as broker, ThreadPoolExecutor(4) as threads:
         broker.create_queue("q")

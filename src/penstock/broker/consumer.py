@@ -105,7 +105,9 @@ class Settler:
         waiter = Waiter()
         mine = self._thread is threading.current_thread()
         if not mine and not self._is_orphan and (self._has_work or self._thread is not None):
-            self._flushing.append(waiter)
+            with self._lock:
+                # Not while the thread ends.
+                self._flushing.append(waiter)
             self.hurry()
             waiter.wait()
         return self.settlements.take_refused()

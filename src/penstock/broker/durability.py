@@ -201,12 +201,19 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
     leave the thread unable to begin.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
-    started = Waiter()
+    answer: SimpleQueue[Exception | None] = SimpleQueue()
 
     def start() -> None:
-        thread.start()
-        started.wake()
+        try:
+            thread.start()
+        except Exception as error:
+            # The machine lets this process have no more threads.
+            answer.put(error)
+        else:
+            answer.put(None)
 
     start_new_thread(start, ())
-    started.wait()
+    failure = answer.get()
+    if failure is not None:
+        raise failure
     return thread

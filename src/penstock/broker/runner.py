@@ -96,7 +96,9 @@ class _Waiters:
         """Wake so many claims."""
         self.wakes += 1
         for _ in range(min(count, len(self.waiting))):
-            self.waiting.popleft().wake()
+            # In this order: one that was not woken, for an exception, is found again.
+            self.waiting[0].wake()
+            self.waiting.popleft()
 
 
 class Runner:
@@ -446,15 +448,17 @@ class Runner:
             pause_ms = until_ms - now_ms
             if result or pause_ms <= 0:
                 pause_ms = None
-            elif self._parallel and wakes != self._wakes(queue):
-                # It was woken before this claim could wait.
+                return
+            waiters = self._waiters.setdefault(queue, _Waiters())
+            is_over = self._closed or self.lost is not None
+            if self._parallel and (is_over or wakes != self._wakes(queue)):
+                # It was woken before this claim could wait, or nobody could tell.
                 pause_ms = 0
-            else:
-                if self._sweeper is None and (soonest_ms := self._store.soonest_ms()) is not None:
-                    # Nobody else watches the time for this claim.
-                    pause_ms = min(pause_ms, max(1, soonest_ms - now_ms))
-                waiters = self._waiters.setdefault(queue, _Waiters())
-                waiters.waiting.append(waiter)
+                return
+            if self._sweeper is None and (soonest_ms := self._store.soonest_ms()) is not None:
+                # Nobody else watches the time for this claim.
+                pause_ms = min(pause_ms, max(1, soonest_ms - now_ms))
+            waiters.waiting.append(waiter)
 
         while True:
             wakes = self._wakes(queue)

@@ -225,8 +225,10 @@ class SlateEngine(Engine):
             except BaseException:
                 # Out of a signal handler. Once another write is made, this one has been, or never
                 # will be: writes keep their order.
-                self._run(self._db.write(make_batch([(BEAT_KEY, b"\1")])))
-                self._cache.clear()
+                try:
+                    self._run(self._db.write(make_batch([(BEAT_KEY, b"\1")])))
+                finally:
+                    self._cache.clear()
                 raise
 
     def view(self) -> View:
