@@ -103,6 +103,17 @@ def test_a_part_waits_for_the_first_of_its_action(
     assert sorted(found) == list(range(1, 51))
 
 
+def test_a_part_of_an_earlier_run_waits_for_the_first(read: Callable[..., list[int]]) -> None:
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.extend(read("1", 1, 2, 3, run="before")))
+    waiting.start()
+    waiting.join(0.2)
+    assert not found
+    found += read("1", 0, run="before")
+    waiting.join(60)
+    assert sorted(found) == list(range(1, 41))
+
+
 def test_parts_of_two_runs_of_a_server_are_not_mixed(
     broker: penstock.Broker, server: FlightListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

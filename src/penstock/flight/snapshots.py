@@ -399,7 +399,9 @@ class Snapshots:
                 del self._moments[next(key for key in self._moments if key[0] == leaves)]
                 self._remembered.give(leaves)
             self._remembered.take(owner)
-        self._moments[owner, frame] = moments = moments or []
+            moments = []
+        # The same list, also if it has none yet: another reader may wait for its first.
+        self._moments[owner, frame] = moments
         return moments
 
     def drop(self, name: str) -> bool:
