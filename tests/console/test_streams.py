@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -92,6 +92,27 @@ def test_streams_are_bounded(server: Server, visitor: Visitor) -> None:
         assert next_event(again)
 
 
+def test_streams_that_come_at_once_are_bounded(
+    server: Server, visitor: Visitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert server.console is not None
+    server.console.streams.most = 4
+    ask = f"GET /console/live HTTP/1.1\r\nHost: localhost\r\ncookie: {visitor.cookie}\r\n\r\n"
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(visitor.address, timeout=60))
+            for _ in range(40)
+        ]
+        for each in clients:
+            each.sendall(ask.encode())
+        assert all(each.recv(1) for each in clients)
+        # Of those that are refused nothing is left.
+        connections = server.listeners["http"].connections
+        wait_until(lambda: sum(each._streaming for each in connections) == 2)
+        assert streams(server) == 2
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
 def test_a_key_sees_only_its_queues_live(
     guarded: Server, stranger: Visitor, tokens: dict[str, str]
 ) -> None:
@@ -138,6 +159,23 @@ def test_a_stop_does_not_wait_for_streams() -> None:
 
 def test_a_stranger_gets_no_stream(stranger: Visitor) -> None:
     assert stranger.get("live").status == 303
+
+
+def test_a_stream_that_fails_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async def parts() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        raise RuntimeError("two")
+
+    async def failing(_: Request) -> Response:
+        return Response(stream=parts())
+
+    with serving(wrap=lambda _: failing) as server, socket.socket() as client:
+        client.settimeout(60)
+        client.connect((server.host, server.port))
+        client.sendall(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with client.makefile("rb") as answer:
+            assert answer.read().endswith(b"one")
+    assert "a stream failed for GET /stream" in caplog.text
 
 
 def test_a_client_that_reads_nothing_is_let_go() -> None:

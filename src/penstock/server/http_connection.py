@@ -378,13 +378,16 @@ class HttpConnection(FramedConnection):
         self._transport.write(response_bytes(response, request, last=True))
         self._in_hand = max(0, self._in_hand - request.size)
         self._account()
-        async with aclosing(stream):
-            if request.method != "HEAD" and not self._listener.stopping:
-                async for part in stream:
-                    if self._transport.is_closing():
-                        break
-                    if self._stuck_since is None:
-                        self._transport.write(part)
+        try:
+            async with aclosing(stream):
+                if request.method != "HEAD" and not self._listener.stopping:
+                    async for part in stream:
+                        if self._transport.is_closing():
+                            break
+                        if self._stuck_since is None:
+                            self._transport.write(part)
+        except Exception:
+            log.exception("a stream failed for %s %s", request.method, request.path[:100])
         self.close()
 
     def _answer(self, request: Request, response: Response) -> None:

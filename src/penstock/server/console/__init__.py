@@ -153,6 +153,9 @@ class Console:
         self, visit: Visit, read: Callable[[], Awaitable[dict[str, str]]]
     ) -> AsyncGenerator[bytes, None]:
         known: dict[str, str] = {}
+        # Others of the holder may have come since it was looked at.
+        if not self.streams.fits(visit.holder):
+            return
         self.streams.take(visit.holder)
         try:
             while self.sessions.lasts(visit.session):
