@@ -225,3 +225,40 @@ def test_lines_that_are_lost_are_counted_and_told(monkeypatch: pytest.MonkeyPatc
     assert log("penstock.access", 1) == 0
     wait_until(lambda: handler.lines.lost == lost + 1)
     os.close(write)
+
+
+FORK = """
+import logging, os, threading
+from penstock.server import logs
+logs.configure_logs("info", "text")
+lines = logging.getLogger().handlers[0].lines
+forked, taken = threading.Event(), threading.Event()
+
+
+def hold():
+    with lines._changed:
+        taken.set()
+        forked.wait()
+
+
+threading.Thread(target=hold).start()
+taken.wait()
+if not (child := os.fork()):
+    logging.info("of the child")
+    logs.say("of the child, too")
+    logs.drain()
+    os._exit(0)
+os.waitpid(child, 0)
+forked.set()
+"""
+
+
+def test_a_fork_writes_its_own_lines() -> None:
+    """Also if another thread of its parent was about to log at that moment."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK],
+        env=env, capture_output=True, text=True, timeout=SLOW_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.stdout == "of the child, too\n"
+    assert done.stderr.endswith(" info root of the child\n")

@@ -5,7 +5,8 @@
     any thread ──▶ lines that wait, or are lost for want of room ──▶ a thread ──▶ descriptor
 
 So a pipe that nobody reads and a disk that is full hold up nobody, and don't decide how the process
-ends. The access log of requests is in :mod:`penstock.server.metrics`.
+ends. A child of fork() has no such thread and writes its lines at once. The access log of requests
+is in :mod:`penstock.server.metrics`.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ class Lines:
         # Those that are being written among them.
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
-        threading.Thread(target=self._run, name="penstock-lines", daemon=True).start()
+        self._writer = threading.Thread(target=self._run, name="penstock-lines", daemon=True)
+        self._writer.start()
         atexit.register(self.drain)
 
     def put(self, line: str, *, reserved: bool = False) -> bool:
         """Say a line; False if it is lost. Half of the room is reserved for lines that say so."""
         data = f"{line}\n".encode("utf-8", "backslashreplace")
+        if not self._writer.is_alive():
+            # In a fork: what waits is its parent's to write, and the lock may be held for ever.
+            return not self._write([data])
         with self._changed:
             if self._bytes + len(data) > limits.MAX_LOG_BYTES // (1 if reserved else 2):
                 self.lost += 1
@@ -68,8 +73,9 @@ class Lines:
 
     def drain(self) -> None:
         """Wait until all lines are written, but not for long."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, _DRAIN_SECONDS)
+        if self._writer.is_alive():
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waiting, _DRAIN_SECONDS)
 
     def _run(self) -> None:
         told = 0
