@@ -41,6 +41,7 @@ class Door:
     def __init__(self, listener: QueueberListener, batcher: Batcher) -> None:
         self._listener = listener
         self._batcher = batcher
+        self.slots = listener.slots
         self.clients: list[Any] = []
 
     async def __call__(self) -> Any:
@@ -189,6 +190,13 @@ def test_what_is_wrong_is_the_calls_error(
             await add(queue, b"never", delay=(1 << 64) - 1)
         assert await add(queue) == []
         assert len(await add(queue, b"fine")) == 1
+        slots, other = connect.slots, await connect()
+        while len(slots) < 2:
+            await asyncio.sleep(0.005)
+        slots.places.most = 1
+        with pytest.raises(capnp.KjException, match="ServerBusy: the client at 127") as busy:
+            await add(other, b"never")
+        assert "Traceback" not in str(busy.value)
 
     run(broker, story)
 

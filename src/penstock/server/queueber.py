@@ -358,10 +358,10 @@ class _Service(_SCHEMA.Queue.Server):  # type: ignore[misc, name-defined]
     def _call(self, operation: str, wait: ClaimWait | None = None) -> Iterator[None]:
         """Count a call and its wait; turn errors into exceptions of the protocol."""
         listener, began, outcome = self._listener, loop_seconds(), "ok"
-        # A client that asks for something is no stranger here.
-        listener.slots.trust(self._slot)
         self._connection.count_call(1)
         try:
+            # A client that asks for something is no stranger here.
+            listener.slots.trust(self._slot)
             yield
         except BaseException as error:
             outcome = type(error).__name__
