@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,21 @@ def test_changes_at_the_same_time_all_land(path: Path) -> None:
     keys = Keys(path)
     assert all(keys.by_token(f"{n}:{s}") for n, s in zip(names[::2], made, strict=True))
     assert [each.name for each in path.parent.iterdir() if each.suffix == ".part"] == []
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_key(path, "app", ["all"], sqs=True)
+    before = {each: each.read_bytes() for each in path.parent.iterdir()}
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InvalidInput, match="can't be written: No space left"):
+        add_key(path, "other", ["all"])
+    assert {each: each.read_bytes() for each in path.parent.iterdir()} == before
 
 
 def test_who_is_in_already_is_subject_to_a_change_too(path: Path) -> None:

@@ -22,7 +22,7 @@ import threading
 import tomllib
 from asyncio import get_running_loop
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
@@ -325,7 +325,8 @@ def _check_key(path: Path, key_id: str, key: Key) -> None:
 def write_keys(path: Path, keys: dict[str, Key]) -> None:
     """Replace a keys file whole: a new one is its owner's alone, another keeps group and mode."""
     body = "\n".join(_toml(key_id, key) for key_id, key in keys.items()).encode()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # One name for all processes, so that the next takes away what a crash has left.
+    partial = path.with_name(f".{path.name}.part")
     try:
         partial.unlink(missing_ok=True)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -340,6 +341,9 @@ def write_keys(path: Path, keys: dict[str, Key]) -> None:
             os.fsync(descriptor)
         partial.replace(path)
     except OSError as error:
+        # It has secrets.
+        with suppress(OSError):
+            partial.unlink()
         raise InvalidInput(f"the keys file {path} can't be written: {error.strerror}") from None
 
 
