@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from asyncio import CancelledError
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -386,6 +387,22 @@ def test_connections_of_strangers_and_of_keys() -> None:
     for slot in [*slots._known.slots, *slots._strangers.slots]:
         slots.leave(slot)
     assert slots.places.total == len(slots) == 0
+
+
+def test_who_makes_way_as_connections_come_and_go() -> None:
+    slots, gone, clock = Connections(30), list[str](), ManualClock()
+    there: dict[str, Slot] = {}
+    for number in range(2_000):
+        host = f"host-{int(8 * clock.random())}"
+        if there and clock.random() < 0.4:
+            slots.leave(there.pop(list(there)[int(len(there) * clock.random())]))
+            continue
+        before = Counter(slot.share for slot in there.values())
+        there[f"{number}"] = slots.enter(Holder(f"{number}", gone), "native", f"{host}:1")
+        for name in gone:
+            assert before[there.pop(name).share] == max(before.values())
+        gone.clear()
+    assert len(there) == len(slots)
 
 
 @pytest.mark.parametrize("key", ["", "key"])

@@ -18,7 +18,7 @@ import socket
 import struct
 from collections import Counter, deque
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -107,15 +107,29 @@ class _Group:
         # By holder of a share: its connections, and their bytes.
         self._slots_of: dict[str, dict[Slot, None]] = {}
         self._bytes_of: Counter[str] = Counter()
+        # By number of connections: its holders; at the end those that have the most.
+        self._holders_of: list[dict[str, None]] = [{}]
 
     def add(self, slot: Slot) -> None:
         self.slots[slot] = self._slots_of.setdefault(slot.share, {})[slot] = None
+        self._note_count(slot.share, 1)
 
     def remove(self, slot: Slot) -> None:
         self.put(slot, 0)
         del self.slots[slot], self._slots_of[slot.share][slot]
+        self._note_count(slot.share, -1)
         if not self._slots_of[slot.share]:
             del self._slots_of[slot.share], self._bytes_of[slot.share]
+
+    def _note_count(self, holder: str, more: int) -> None:
+        count, holders_of = len(self._slots_of[holder]), self._holders_of
+        holders_of[count - more].pop(holder, None)
+        if count == len(holders_of):
+            holders_of.append({})
+        if count:
+            holders_of[count][holder] = None
+        while len(holders_of) > 1 and not holders_of[-1]:
+            holders_of.pop()
 
     def put(self, slot: Slot, size: int) -> None:
         self.total_bytes += size - slot.held_bytes
@@ -128,8 +142,8 @@ class _Group:
 
     def oldest_idle(self) -> Slot | None:
         """Return the oldest idle connection, of the holder that has the most if it has one."""
-        largest = max(self._slots_of.values(), key=len, default={})
-        return next((slot for slot in chain(largest, self.slots) if slot.holder.idle), None)
+        largest = (self._slots_of[holder] for holder in islice(self._holders_of[-1], 1))
+        return next((slot for slot in chain(*largest, self.slots) if slot.holder.idle), None)
 
     def longest_holding(self, asking: Slot) -> Slot:
         """Return the idle connection that holds bytes for longest, of who holds the most.
