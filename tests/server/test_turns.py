@@ -187,6 +187,31 @@ def test_trailers_are_bounded(counting: Callable[[Any, str], Counted], listener:
         assert counted.held_bytes <= 2 * READ_BYTES
 
 
+def test_a_connection_that_fails_in_its_turn_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And those behind it have their turn."""
+    begun: Counter[Any] = Counter()
+    usual = NativeConnection._begin
+
+    def begin(connection: NativeConnection, data: memoryview) -> None:
+        begun[connection] += 1
+        if begun[connection] > limits.MAX_TURN_ANSWERS and next(iter(begun)) is connection:
+            raise RuntimeError("spoilt")
+        usual(connection, data)
+
+    monkeypatch.setattr(NativeConnection, "_begin", begin)
+    pings = HELLO + frame([25, 1]) * 1_000
+    with running("memory:", native="127.0.0.1:0") as server:
+        port = server.addresses["native"][1]
+        with connect(port) as spoilt, connect(port) as other:
+            spoilt.sendall(pings)
+            other.sendall(pings)
+            read_all(spoilt)
+            wait_until(lambda: max(begun.values()) == 1_000)
+    assert "spoilt" in caplog.text
+
+
 # --- time -----------------------------------------------------------------------------------------
 
 CONNECTIONS = 20

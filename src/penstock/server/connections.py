@@ -180,8 +180,14 @@ class Turns:
         self._scheduled = False
         until = loop_seconds() + limits.MAX_TURN_MS / 1000
         for _ in range(len(self._waiting)):
-            # It may come to wait again.
-            self._waiting.popleft().take_turn()
+            connection = self._waiting.popleft()
+            try:
+                # It may come to wait again.
+                connection.take_turn()
+            except Exception:
+                # The loop would close it, had it called it itself.
+                log.exception("a connection was closed")
+                connection.abort()
             if loop_seconds() > until:
                 break
         self._schedule(loop)
