@@ -303,6 +303,33 @@ def test_who_does_not_read_is_let_go() -> None:
         assert statuses(exchange(served, post("ListQueues", {}, close=True))) == [200]
 
 
+@pytest.mark.parametrize("last", [b"", post("ListQueues", {}, close=True)])
+def test_who_does_not_read_the_last_answers_is_let_go(last: bytes) -> None:
+    """However few there are, and whoever ends the connection."""
+    asked: list[Request] = []
+
+    def answer(request: Request) -> Response:
+        asked.append(request)
+        return Response(body=b"x" * 60_000)
+
+    with (
+        serving(bounds=bounds(stalled_write_ms=200), wrap=lambda _: answer) as served,
+        connected(served) as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        unsent = 0
+        for count in range(1, 300):
+            connection.sendall(post("ListQueues", {}))
+            wait_until(lambda count=count: len(asked) == count)
+            if unsent := sum(each._unsent for each in served.http.connections):
+                break
+        assert unsent
+        connection.sendall(last)
+        if not last:
+            connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: not served.http.connections)
+
+
 def test_a_half_closed_connection_is_still_answered(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,8 +133,7 @@ class FramedConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Stop reading from a client that does not read."""
-        self._stuck_since = self._loop.time()
-        self._stuck_taken = progress_of(self._transport).taken
+        self._note_stuck()
         self._read(wanted=False)
         self._account()
 
@@ -174,6 +173,10 @@ class FramedConnection(asyncio.Protocol):
         held = self._in_hand if self._stuck_since is None else self._in_hand + self._unsent
         if held != self._slot.held_bytes:
             self._listener.slots.hold(self._slot, held)
+
+    def _note_stuck(self) -> None:
+        self._stuck_since = self._loop.time()
+        self._stuck_taken = progress_of(self._transport).taken
 
     def _read(self, *, wanted: bool) -> None:
         """Read on, or read no further."""
@@ -218,8 +221,9 @@ class FramedConnection(asyncio.Protocol):
         self._due_in(LINGER_MS)
 
     def close(self) -> None:
-        """Send what is written, then close."""
+        """Send what is written, then close; a client that does not read that is cut off."""
         self._shut = True
+        self._note_stuck()
         self._transport.close()
 
     def abort(self) -> None:

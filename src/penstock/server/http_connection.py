@@ -136,7 +136,7 @@ class HttpConnection(FramedConnection):
     def eof_received(self) -> bool:
         """Answer the request at work, if that does not take long: the client sends no more."""
         if self._listener.secure or self.idle or self._streaming:
-            self._shut = True
+            self.close()
             return False
         self._close_after = True
         if self._asked is not None:

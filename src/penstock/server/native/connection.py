@@ -116,6 +116,7 @@ class NativeConnection(FramedConnection):
         # Now, since closing takes as long as sending the answers before.
         self._end_claims()
         self._shut = True
+        self._note_stuck()
         return False
 
     def pause_writing(self) -> None:
