@@ -142,6 +142,29 @@ def test_jobs_of_several_holders_take_turns() -> None:
     assert (len(begun), jobs[0].result(), jobs[-1].cancelled()) == (102, None, True)
 
 
+def test_a_free_thread_does_a_job_that_may_begin() -> None:
+    turns = Turns(4, "test")
+    begun: list[str] = []
+    ends = {name: threading.Event() for name in ("a1", "b1", "c1", "a2", "b2")}
+
+    def work(name: str) -> None:
+        begun.append(name)
+        assert ends[name].wait(60)
+
+    for count, name in enumerate(("a1", "b1", "c1"), 1):
+        turns.submit(name[0], partial(work, name))
+        wait_until(lambda count=count: len(begun) == count)  # type: ignore[misc]
+    # One thread is left, for somebody else.
+    jobs = [turns.submit(name[0], partial(work, name)) for name in ("b2", "a2")]
+    ends["a1"].set()
+    # Now two are, of which each gets one.
+    wait_until(lambda: {*begun[3:]} == {"a2", "b2"})
+    for end in ends.values():
+        end.set()
+    turns.shutdown()
+    assert all(job.done() for job in jobs)
+
+
 # --- Flight ---------------------------------------------------------------------------------------
 
 

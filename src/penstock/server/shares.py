@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from penstock.clock import SystemClock
@@ -160,4 +161,9 @@ class Turns:
             if line:
                 # Behind the others.
                 self._lines[holder] = line
+            if any(map(self._running.fits, self._lines)):
+                # Where one has ended, two holders may have got room. Once it shuts down, the
+                # threads that are at work do all that is left.
+                with suppress(RuntimeError):
+                    self._pool.submit(self._work)
             return holder, job, work
