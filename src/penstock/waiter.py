@@ -14,12 +14,13 @@ wait for are an ``RLock``, which knows its owner, and an error in a block lets g
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from queue import Empty
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    import threading
+T = TypeVar("T")
 
 
 def let_go(lock: threading.RLock) -> None:
@@ -33,20 +34,44 @@ class Waiter:
     """One thread that waits until others wake it; a wake that comes before the wait counts."""
 
     def __init__(self) -> None:
-        # Of C, as all it does: it is done or not done when an exception comes.
-        self._wakes: SimpleQueue[None] = SimpleQueue()
+        # Held until there is a wake. Of C: taken or not when an exception comes. Waiting with a
+        # timeout for a SimpleQueue is no choice: a thread that is held up until the time is over
+        # before it waits, as on a busy machine, waits for ever.
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until woken, or for so long."""
-        with suppress(Empty):
-            self._wakes.get(timeout=timeout_s)
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until woken, or for so long; say whether it was woken."""
+        return self._asleep.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
     def wake(self) -> None:
         """End the wait, or the next one; of many wakes at a time, one counts."""
-        if self._wakes.empty():
-            self._wakes.put(None)
+        with suppress(RuntimeError):
+            self._asleep.release()
 
     def clear(self) -> None:
         """Forget a wake."""
-        with suppress(Empty):
-            self._wakes.get_nowait()
+        self._asleep.acquire(blocking=False)
+
+
+class Inbox(Generic[T]):
+    """Things that other threads, or handlers of signals, put there for one that takes them."""
+
+    def __init__(self) -> None:
+        self._things: deque[T] = deque()
+        self._waiter = Waiter()
+
+    def put(self, thing: T) -> None:
+        """Put something behind the others."""
+        self._things.append(thing)
+        self._waiter.wake()
+
+    def take(self, timeout_s: float | None = None) -> T:
+        """Take the first one, wait for it if need be; ``queue.Empty`` if none comes in time."""
+        woken = True
+        while woken and not self._things:
+            # A wake may be for something that was taken without a wait.
+            woken = self._waiter.wait(timeout_s)
+        if not self._things:
+            raise Empty
+        return self._things.popleft()

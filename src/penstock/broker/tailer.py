@@ -7,8 +7,6 @@ Both need a store whose routing is ``pipeline``, and only the verbs that a clien
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol
 
 from penstock import limits
@@ -25,6 +23,7 @@ from penstock.model import AssignStatus
 from penstock.store.filling import match_page
 from penstock.store.policy import check_pipeline
 from penstock.validation import check_count
+from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +99,7 @@ class Tailer:
         self._matched_by: Mapping[str, str] = {}
         self._is_stopped = False
         # A handler of signals may put into it at any moment, also in the middle of a wait.
-        self._stops: SimpleQueue[None] = SimpleQueue()
+        self._stops = Waiter()
 
     def run(self) -> int:
         """Route until :meth:`stop`; return how many messages were read.
@@ -171,11 +170,10 @@ class Tailer:
     def stop(self) -> None:
         """Let :meth:`run` return after the step that it is at; from any thread or handler."""
         self._is_stopped = True
-        self._stops.put(None)
+        self._stops.wake()
 
     def _pause(self, pause_ms: int) -> None:
-        with suppress(Empty):
-            self._stops.get(timeout=pause_ms / 1000)
+        self._stops.wait(pause_ms / 1000)
 
     def _may_pass(self, error: PenstockError) -> bool:
         """Whether the same call may succeed later."""

@@ -12,7 +12,6 @@ Subscriptions are for the loop's thread; callers of :class:`Consumer` may be on 
 from __future__ import annotations
 
 import asyncio
-import queue as queues
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -35,6 +34,7 @@ from penstock.consuming import (
 from penstock.errors import BrokerClosed, PenstockError, StoreDamaged
 from penstock.model import Delivery, Outcome, OutcomeStatus
 from penstock.validation import check_count, check_optional, check_text
+from penstock.waiter import Waiter
 from penstock.wire import native as wire
 
 if TYPE_CHECKING:
@@ -368,14 +368,9 @@ class ClientConsumer(Consumer):
         check_optional(wait_ms, "wait_ms", 0, limits.MAX_WAIT_MS)
         self._wait_s = None if wait_ms is None else wait_ms / 1000
         # Threads that wait are woken one by one: each wakes the next.
-        self._woken = woken = queues.SimpleQueue[None]()
-
-        # Not a method: the subscription must not keep its consumer.
-        def wake() -> None:
-            if woken.empty():
-                woken.put(None)
-
-        self._wake = held.wake = wake
+        self._woken = Waiter()
+        # Not a method of its own: the subscription must not keep its consumer.
+        self._wake = held.wake = self._woken.wake
 
     def __next__(self) -> HeldDelivery:
         held = self._held
@@ -393,9 +388,7 @@ class ClientConsumer(Consumer):
                 if ready:
                     self._wake()
                 return delivery
-            try:
-                self._woken.get(timeout=self._wait_s)
-            except queues.Empty:
+            if not self._woken.wait(self._wait_s):
                 if not ready:
                     held.confirm().result()
                 if not ready and held.error is None:

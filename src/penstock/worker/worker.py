@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import logging
 import os
-import queue as queues
 import signal
 import socket
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty
 from typing import TYPE_CHECKING, Final, Literal, Self, cast
 
 from penstock import limits
@@ -38,6 +38,7 @@ from penstock.clock import Clock, SystemClock
 from penstock.errors import BrokerClosed, InvalidInput, StoreFenced
 from penstock.urls import open as open_store
 from penstock.validation import check_count, check_optional, check_queue_name, check_text, cut_text
+from penstock.waiter import Inbox
 from penstock.worker.leases import Claimer, Heartbeat, Settler
 from penstock.worker.outcome import check_middleware, is_async, resolve
 from penstock.worker.pools import (
@@ -159,7 +160,7 @@ class Worker:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         # A signal handler may put into it at any moment, also into the middle of another put.
-        self._events: queues.SimpleQueue[tuple[str, BaseException | None]] = queues.SimpleQueue()
+        self._events: Inbox[tuple[str, BaseException | None]] = Inbox()
 
     # --- running -----------------------------------------------------------------------------
 
@@ -337,7 +338,7 @@ class Worker:
         event, error = CHANGED, None
         while event == CHANGED:
             self._note_ready()
-            event, error = self._events.get()
+            event, error = self._events.take()
         self._hurried = event == STOP_AT_ONCE
         if event != STOP:
             return error
@@ -349,8 +350,8 @@ class Worker:
             if left <= 0:
                 return None
             try:
-                event, error = self._events.get(timeout=left)
-            except queues.Empty:
+                event, error = self._events.take(left)
+            except Empty:
                 return None
             if event in {STOP_AT_ONCE, BROKEN}:
                 self._hurried = event == STOP_AT_ONCE

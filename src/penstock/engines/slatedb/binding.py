@@ -34,6 +34,7 @@ from slatedb.uniffi import slatedb as binding
 from penstock.engines import damage_text, enter_library
 from penstock.engines.places import BUCKET_NAME, endpoint_of
 from penstock.errors import InvalidUrl, StorageFailed, StoreDamaged, StoreFenced
+from penstock.waiter import Inbox
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -167,7 +168,7 @@ class _Step:
 
     __slots__ = ("_code", "_done", "_woken")
 
-    def __init__(self, woken: SimpleQueue[_Step]) -> None:
+    def __init__(self, woken: Inbox[_Step]) -> None:
         self._woken = woken
         self._code = 0
         self._done = False
@@ -189,7 +190,7 @@ class _Loop:
     """The part of an event loop that the binding asks for."""
 
     def __init__(self) -> None:
-        self.woken: SimpleQueue[_Step] = SimpleQueue()
+        self.woken: Inbox[_Step] = Inbox()
 
     def create_future(self) -> _Step:
         return _Step(self.woken)
@@ -261,7 +262,7 @@ def _run_all(coroutines: Sequence[Coroutine[Any, Any, T]], timeout_s: float) -> 
             advance(at, coroutine)
         while waiting:
             # No coroutine waits for a step that was done before it was awaited.
-            woken = waiting.pop(loop.woken.get(timeout=timeout_s), None)
+            woken = waiting.pop(loop.woken.take(timeout_s), None)
             if woken is not None:
                 advance(*woken)
     except Empty:

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import math
-import queue as queues
 import socket
 import ssl
 import threading
 import weakref
 from collections import deque
+from queue import Empty
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from amqp.exceptions import ConsumerCancelled
@@ -44,6 +44,7 @@ from penstock.integrations.kombu.messages import (
     with_binding,
     without_binding,
 )
+from penstock.waiter import Inbox
 from penstock.wire.native import DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ class Transport(virtual.Transport):  # type: ignore[misc] # kombu has no types
         self._avail_channels.clear()
         self._temporary: dict[str, Temporary] = {}
         self._is_away = False
-        self._inbox: queues.SimpleQueue[Claimed | PenstockError] = queues.SimpleQueue()
+        self._inbox: Inbox[Claimed | PenstockError] = Inbox()
         self._ready: deque[tuple[Claims, Consumer, Delivery]] = deque()
         self._hub: Any = None
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
@@ -387,8 +388,8 @@ class Transport(virtual.Transport):  # type: ignore[misc] # kombu has no types
         """Wait for the messages of a claim; raise the error of one that failed."""
         if not self._ready:
             try:
-                item = self._inbox.get(block=timeout != 0, timeout=timeout or None)
-            except queues.Empty:
+                item = self._inbox.take(timeout)
+            except Empty:
                 return False
             if isinstance(item, QueueNotFound):
                 # An error of the connection: the application connects anew and makes the queue.
