@@ -384,10 +384,10 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_555,
-    "broker": 3_581,
+    ".": 3_580,
+    "broker": 3_580,
     "cli": 3_335,
-    "client": 2_465,
+    "client": 2_455,
     "engines": 3_730,
     "filters": 1_405,
     "flight": 3_885,
@@ -401,13 +401,13 @@ BUDGETS = {
     "spark": 5_410,
     "store": 1_890,
     "store/codec": 1_380,
-    "store/kv": 6_498,
+    "store/kv": 6_500,
     "store/live": 2_440,
     "store/sql": 8_865,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_222, 47_729, 220, 14_274
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_244, 47_742, 220, 14_300
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
