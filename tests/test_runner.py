@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +14,7 @@ from tests.waiting import wait_until
 import penstock
 from penstock.broker.runner import _Waiters
 from penstock.clock import ManualClock
-from penstock.errors import StoreFenced
+from penstock.errors import InvalidInput, StoreFenced
 from penstock.store.kv.maintain import IDLE_MS
 from penstock.waiter import Waiter
 
@@ -102,6 +105,26 @@ def test_a_listener_that_fails_keeps_nobody_waiting(broker: Broker) -> None:
         broker._runner._lose(StoreFenced("another broker has opened it"))
     waiting.join(60)
     assert len(failures) == 1
+
+
+@pytest.mark.parametrize("verb", ["claim", "rouse", "close"])
+def test_a_signal_handler_calls_nothing_in_the_middle_of_a_change(
+    broker: Broker, verb: str
+) -> None:
+    def change(_: int) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    call = partial(getattr(broker, verb), *([] if verb == "close" else ["q"]))
+    before = signal.signal(signal.SIGUSR1, lambda *_: call())
+    try:
+        with pytest.raises(InvalidInput, match="in the middle"):
+            broker._runner.apply(change)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    # The lock is free, for others as well.
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(broker.send, "q", b"").result(60)
+    call()
 
 
 def test_a_wake_that_is_interrupted_loses_no_claim() -> None:

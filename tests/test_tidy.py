@@ -384,8 +384,8 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_580,
-    "broker": 3_580,
+    ".": 3_581,
+    "broker": 3_596,
     "cli": 3_335,
     "client": 2_455,
     "engines": 3_730,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_244, 47_742, 220, 14_300
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_264, 47_754, 220, 14_321
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -30,6 +30,11 @@ def let_go(lock: threading.RLock) -> None:
             lock.release()
 
 
+def is_held(lock: threading.RLock) -> bool:
+    """Whether the calling thread holds a lock."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001 - all versions have it
+
+
 class Waiter:
     """One thread that waits until others wake it; a wake that comes before the wait counts."""
 

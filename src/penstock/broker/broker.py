@@ -126,6 +126,7 @@ class Broker(BrokerBase):
 
     def close(self) -> None:
         """Make everything durable and let go of the store. A claim that waits raises."""
+        self._runner.refuse_handler()
         for consumer in list(self._consumers):
             consumer.close()
         # Of consumers that had been closed before, too: their messages may be settled later.

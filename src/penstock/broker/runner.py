@@ -27,6 +27,7 @@ from penstock.broker.durability import Committer, Durability, start_thread
 from penstock.clock import TimeGuard
 from penstock.errors import (
     BrokerClosed,
+    InvalidInput,
     PenstockError,
     QueueNotFound,
     StorageFailed,
@@ -34,7 +35,7 @@ from penstock.errors import (
     StoreFenced,
 )
 from penstock.histogram import Histogram
-from penstock.waiter import Waiter, let_go
+from penstock.waiter import Waiter, is_held, let_go
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -156,6 +157,8 @@ class Runner:
         it again. ``durable=False``: return at once, as a call that only reads may, or one that
         :meth:`tell` calls back.
         """
+        if self._busy_since is not None:
+            self.refuse_handler()
         try:
             if wait_ms:
                 result, number = self._wait_for(queue, wait_ms, change)
@@ -167,6 +170,17 @@ class Runner:
         if durable and self._committer is not None:
             self._committer.wait(number)
         return result
+
+    def refuse_handler(self) -> None:
+        """Refuse what a signal handler calls in the middle of a change of its own thread.
+
+        The lock lets that in, and memory is not what the disk says.
+        """
+        if self._busy_since is not None and is_held(self._lock):
+            raise InvalidInput(
+                "a call of the broker in the middle of another one of the same thread: a signal "
+                "handler may set a flag or raise, and the program may call when that one has ended"
+            )
 
     def _turn(
         self, change: Callable[[int], T], after: Callable[[T, int], None] | None = None
@@ -427,6 +441,7 @@ class Runner:
 
     def rouse(self, queue: str) -> None:
         """Let all claims that wait for messages of a queue look again."""
+        self.refuse_handler()
         with self._lock:
             self._wake({queue: sys.maxsize}, None)
 
