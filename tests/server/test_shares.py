@@ -26,7 +26,7 @@ from penstock.server.connections import Connections, Slot
 from penstock.server.console.visits import Sessions
 from penstock.server.keys import Keys
 from penstock.server.metrics import Refusals
-from penstock.server.shares import Shares, Turns
+from penstock.server.shares import Shares, Turns, holder_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,6 +114,23 @@ def test_of_what_is_remembered_the_holders_own_makes_way() -> None:
     assert [shares.who_makes_way(each) for each in "abc"] == ["a", "b", None]
     shares.take("c")
     assert [shares.who_makes_way(each) for each in "abcd"] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("address", "holder"),
+    [
+        ("1.2.3.4:5", "1.2.3.4"),
+        ("[2001:db8:0:1::2]:3", "[2001:db8:0:1::/64]"),
+        ("[2001:db8:0:1:ffff::2]:4", "[2001:db8:0:1::/64]"),
+        ("[fe80::1%eth0]:3", "[fe80::/64]"),
+        ("ipv6:[2001:db8:0:1::2]:3", "ipv6:[2001:db8:0:1::/64]"),
+        ("[::ffff:1.2.3.4]:5", "[::ffff:1.2.3.4]"),
+        ("[::1]:5", "[::1]"),
+        ("", ""),
+    ],
+)
+def test_a_network_of_ipv6_is_one_holder(address: str, holder: str) -> None:
+    assert holder_of("", address) == f"the client at {holder}"
 
 
 def test_jobs_of_several_holders_take_turns() -> None:

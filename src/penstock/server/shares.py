@@ -1,9 +1,9 @@
 """Shares of the server's bounds, so that no key, and no client without one, can take a whole bound.
 
-The holder of a share is a key; of a client without one, the host that it comes from. Each may have
-half of what the other holders have left: alone half of the bound, beside one that has its half a
-quarter. So there is something left for the next, however much the others have taken. Of a bound
-that is wide, and which users set, it may be more than half.
+The holder of a share is a key; of a client without one, the host that it comes from, or its network
+of IPv6. Each may have half of what the other holders have left: alone half of the bound, beside one
+that has its half a quarter. So there is something left for the next, however much the others have
+taken. Of a bound that is wide, and which users set, it may be more than half.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
+from ipaddress import IPv6Address, IPv6Network
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from penstock.clock import SystemClock
@@ -30,7 +32,23 @@ RETRY_MS: Final = 1_000
 
 def holder_of(key_id: str, address: str = "") -> str:
     """Name the holder of a share, as a refusal does: a key, or the host of ``HOST:PORT``."""
-    return f"key {key_id!r}" if key_id else f"the client at {address.rpartition(':')[0] or address}"
+    if key_id:
+        return f"key {key_id!r}"
+    return f"the client at {_network_of(address.rpartition(':')[0] or address)}"
+
+
+@lru_cache(maxsize=4_096)
+def _network_of(host: str) -> str:
+    """Return a host; of IPv6 its network of 64 bits, since it may have every address of that."""
+    begin, bracket, rest = host.partition("[")
+    try:
+        address = IPv6Address(rest.removesuffix("]"))
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None or address.is_loopback:
+        return host
+    network = IPv6Network((int(address) >> 64 << 64, 64))
+    return f"{begin}{bracket}{network}]"
 
 
 class Shares:
