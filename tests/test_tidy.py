@@ -396,7 +396,7 @@ BUDGETS = {
     "integrations/django": 540,
     "integrations/kombu": 1_070,
     "salvage": 1_190,
-    "server": 9_635,
+    "server": 9_653,
     "server/console": 1_926,
     "spark": 5_410,
     "store": 1_890,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_264, 47_754, 220, 14_321
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_279, 47_766, 220, 14_321
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
