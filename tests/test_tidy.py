@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_279, 47_766, 220, 14_321
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_280, 47_767, 220, 14_321
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
