@@ -62,6 +62,9 @@ class _Transport:
     def set_write_buffer_limits(self, **_: int) -> None:
         pass
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def pause_reading(self) -> None:
         pass
 
