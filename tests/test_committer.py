@@ -250,10 +250,12 @@ def test_a_store_is_recovered_by_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_can_not_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **_more: object) -> None:
         raise RuntimeError("can't start new thread")
 
     # As Python's own start() has it, at the limit of the process or of the machine.
-    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    joinable = hasattr(threading, "_start_joinable_thread")
+    step = "_start_joinable_thread" if joinable else "_start_new_thread"
+    monkeypatch.setattr(threading, step, refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         start_thread("one", lambda: None)
