@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,25 +74,32 @@ def work(client: Client, queue: str, *, fail: str = "") -> None:
 # --- top ------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def top_on_a_terminal(url: str) -> Iterator[tuple[Any, int]]:
+    """Start it on a terminal; give the process and our end, and leave neither behind."""
+    ours, theirs = pty.openpty()
+    child = start("top", "--every", "50ms", url=url, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        yield child, ours
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+
+
 def test_top_on_a_terminal_that_can_not_replace_what_it_shows(
     url: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     client.create_queue("shown")
-    ours, theirs = pty.openpty()
-    child = start("top", "--every", "50ms", url=url, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
     said = b""
-    try:
+    with top_on_a_terminal(url) as (child, ours):
         # It ends when the child does, since nobody else has the terminal open.
         with suppress(OSError):
             while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 4096)):
                 said += part
         assert child.wait(60) == 0
-    finally:
-        child.kill()
-        child.wait()
-        os.close(ours)
     assert b"shown" in said
 
 
@@ -101,11 +108,8 @@ def test_top_on_a_terminal_until_ctrl_c(
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     client.create_queue("shown")
-    ours, theirs = pty.openpty()
-    child = start("top", "--every", "50ms", url=url, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
     said = b""
-    try:
+    with top_on_a_terminal(url) as (child, ours):
         while b"shown" not in said:
             assert select.select([ours], [], [], 60)[0], said
             said += os.read(ours, 4096)
@@ -115,10 +119,6 @@ def test_top_on_a_terminal_until_ctrl_c(
             while os.read(ours, 4096):
                 pass
         assert child.wait(60) == 0
-    finally:
-        child.kill()
-        child.wait()
-        os.close(ours)
 
 
 def test_top_measures_rates(url: str, client: Client) -> None:

@@ -49,7 +49,7 @@ class Settler:
         self._work = Waiter()
         self._asleep = self._hurried = self._closed = False
         self._thread: threading.Thread | None = None
-        # Those who wait until everything is settled.
+        # Callers that wait until everything is settled.
         self._flushing: deque[Waiter] = deque()
         # Messages of a consumer that has ended, which nobody has begun.
         self._untaken: deque[HeldDelivery] = deque()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Names a table to a batch. The RocksDB engine hands out the library's own handles and batches, so
 # that a put costs one call and no wrapper; hence an opaque type.
 Family = Any
-# What of this process has parts of a library with threads; the libraries; and those of its parent.
+# Objects that hold parts of libraries with threads; the names of these; of those of the parent.
 _open: Final[WeakSet[object]] = WeakSet()
 _used: Final[set[str]] = set()
 _left: Final[set[str]] = set()

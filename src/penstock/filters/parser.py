@@ -64,7 +64,7 @@ _HINTS: Final = {
 
 _COMPARISONS: Final = ("=", "<>", "<", "<=", ">", ">=")
 _RANGES: Final = ("BETWEEN", "IN", "IS", "LIKE")
-# What a token adds to the parts of the tree, at least. LIKE is one, in the place of its pattern.
+# Parts that a token adds to the tree, at least. LIKE is one, in the place of its pattern.
 _PARTS: Final = {"operand": 1, **dict.fromkeys((*_COMPARISONS, *_RANGES[:3]), 1), "ESCAPE": -1}
 
 

@@ -49,7 +49,7 @@ class Lines:
         self._note = note
         # Of a lock that a signal handler may take again.
         self._changed = threading.Condition(threading.RLock())
-        # Those that are being written among them.
+        # Lines that are not written yet, the ones that are being written among them.
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._writer = threading.Thread(target=self._run, name="penstock-lines", daemon=True)

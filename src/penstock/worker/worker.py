@@ -71,7 +71,7 @@ BROKEN: Final = "broken"
 # How long handlers that were cut off may take to end, and the store to confirm the last calls.
 CUT_MS: Final = 1_000
 LAST_SETTLE_MS: Final = 5_000
-# What each step of the end may take at least.
+# Time that each step of the end has at least.
 LEAST_MS: Final = 100
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VIEWS: Final = ("json", "text", "hex")
 _HEX_BYTES: Final = 4 * 1024
 _HEX_LINE: Final = 16
-# What is no bracket in JSON, strings among that.
+# Text of JSON without brackets; a bracket in a string counts as text.
 _NOT_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[^\[\]{}"]++', re.DOTALL)
 _Decoder: Final = getincrementaldecoder("utf-8")
 
