@@ -74,10 +74,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 soak: needs-test $(STAMP) ## every suite on every engine and design, many more examples, long tests
-	PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash \
+	PYTEST_DEBUG_TEMPROOT=$${TMPDIR:-/tmp} PENSTOCK_HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest tests/simulation tests/crash \
 	  tests/conformance tests/routing tests/native/test_conformance.py tests/flight \
 	  tests/filters tests/kv -m "not spark" -q
-	$(BIN)/python -m pytest -m soak -q
+	PYTEST_DEBUG_TEMPROOT=$${TMPDIR:-/tmp} $(BIN)/python -m pytest -m soak -q
 
 fuzz: $(STAMP)          ## every parser under a coverage-guided fuzzer, FUZZ_SECONDS each
 	@$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/python -m pip install --quiet atheris

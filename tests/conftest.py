@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +25,13 @@ settings.register_profile(
     "soak", deadline=None, suppress_health_check=_slow_machine, max_examples=5_000
 )
 settings.load_profile(os.environ.get("PENSTOCK_HYPOTHESIS_PROFILE", "check"))
+
+# Tests open some thousand stores, and each waits for its disk a dozen times: their folders are in
+# memory where there is room. Processes that are killed lose there what they would lose on a disk.
+MEMORY: Final = Path("/dev/shm")
+ROOM_BYTES: Final = 4 << 30
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ inside() { # root, script
     mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts "$root/dev/pts"
     ln -s pts/ptmx "$root/dev/ptmx"
     ln -s /proc/self/fd "$root/dev/fd"
-    mount -t tmpfs -o size=64m shm "$root/dev/shm"
+    mount -t tmpfs shm "$root/dev/shm"
     for each in "$root"/var/cache/fresh/*; do
       mount --bind "$2/cache/${each##*/}" "$each"
     done

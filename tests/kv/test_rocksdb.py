@@ -188,6 +188,12 @@ def test_a_directory_of_other_files_is_no_database(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
+def test_the_directory_above_a_store_names_the_store(tmp_path: Path) -> None:
+    penstock.open(f"rocksdb:{tmp_path / 'store'}").close()
+    with pytest.raises(StoreMismatch, match=f"did you mean {tmp_path / 'store'}[?]"):
+        penstock.open(f"rocksdb:{tmp_path}")
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [

@@ -302,6 +302,8 @@ def test_no_call_waits_for_a_silent_server_for_ever(
     # As long as anybody answers, a slow machine gets as many tries as it needs.
     monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 60_000)
     monkeypatch.setattr(flight_client, "BACKOFF_MS", (100,) * 100)
+    # How long a handshake that may explain the silence takes.
+    monkeypatch.setattr(flight_client, "TURN_SECONDS", 0.4)
     world.publish(20)
     proxy = proxied(world.port)
     store = FlightStore(proxy.location)

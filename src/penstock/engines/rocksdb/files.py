@@ -94,9 +94,9 @@ def read_mark(path: Path, marks: Mapping[str, Collection[str]]) -> str | None:
         if unfinished:
             return None
         if not any(map(_ROCKSDB_FILE.fullmatch, names)):
-            raise StoreMismatch(
-                f"{path} is not empty and holds no RocksDB database: name another directory"
-            )
+            inside = sorted(each.parent for each in path.glob(f"*/{_MARK}"))
+            other = f"did you mean {inside[0]}?" if inside else "name another directory"
+            raise StoreMismatch(f"{path} is not empty and holds no RocksDB database: {other}")
         if CURRENT not in names:
             raise unusable_store(path, f"{_MARK} is missing or empty, and {CURRENT} is missing")
         # Imported here, and by the engine: a store that is just made has nothing to check.
