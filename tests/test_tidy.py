@@ -403,11 +403,11 @@ BUDGETS = {
     "store/codec": 1_380,
     "store/kv": 6_500,
     "store/live": 2_440,
-    "store/sql": 8_865,
+    "store/sql": 8_890,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_280, 47_767, 220, 14_321
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_308, 47_783, 220, 14_321
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -26,6 +26,7 @@ from tests.work.test_process import Running, started
 import penstock
 from penstock import ManualClock, Message, StorageFailed, SystemClock
 from penstock.errors import DiskFull
+from penstock.store.sql.failures import Lost
 from penstock.store.sql.store import SqlStore
 from penstock.testing.auditor import Kind
 from penstock.testing.checking import assert_clean
@@ -399,6 +400,97 @@ def test_a_claim_whose_answer_is_lost_is_not_made_again(
     clock.advance(1_000)
     (delivery,) = broker.claim("q")
     assert delivery.attempts == 2
+
+
+# --- changes of several statements, whose COMMIT gets no answer -----------------------------------
+
+
+class LostCommit:
+    """Has a broker lose the answer to its first COMMIT.
+
+    The COMMIT was ``made``, was ``not made``, or is ``under way`` until the next attempt waits.
+    """
+
+    def __init__(self, broker: Broker, server: PostgresServer, how: str) -> None:
+        store = broker._store
+        assert isinstance(store, SqlStore)
+        self._database, self._server, self._how = store.database, server, how
+        self._execute = self._database.execute
+        self._late = threading.Thread()
+        self.times = 0
+
+    def __enter__(self) -> Self:
+        setattr(self._database, "execute", self._lose)  # noqa: B010
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        delattr(self._database, "execute")
+        if self._how == "under way":
+            self._late.join()
+
+    def _lose(self, text: Any, *others: Any, **more: Any) -> list[tuple[Any, ...]]:
+        if text != "COMMIT" or self.times:
+            return self._execute(text, *others, **more)
+        self.times += 1
+        if self._how == "under way":
+            connection = self._database._verb.connection
+            assert connection is not None
+            session, connection._made = connection._made, None
+            self._late = threading.Thread(target=self._commit, args=(session,))
+            self._late.start()
+            raise Lost("the test has lost the connection")
+        if self._how == "made":
+            self._execute(text)
+        self._server.cut()
+        return self._execute("COMMIT")
+
+    def _commit(self, session: Any) -> None:
+        wait_until(self._is_awaited, PATIENCE_S, "nobody waits for the transaction")
+        with session:
+            session.execute("COMMIT")
+
+    def _is_awaited(self) -> bool:
+        with self._server.connect() as admin:
+            text = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            return bool(admin.execute(text).fetchall())
+
+
+@pytest.mark.parametrize("how", ["made", "not made", "under way"])
+def test_changes_of_queues_whose_commit_gets_no_answer_are_made_once(
+    broker: Broker, postgres: PostgresServer, how: str
+) -> None:
+    def lost() -> LostCommit:
+        return LostCommit(broker, postgres, how)
+
+    with lost() as update:
+        assert broker.update_queue("q", max_attempts=7, filter="queue = 'r'").version == 2
+    (spec,) = broker.queues()
+    assert (spec.version, spec.max_attempts) == (2, 7)
+    with lost() as purge:
+        assert broker.purge("q", states=["available"]) == 1
+    assert broker.stats("q").removed_total == 1
+    with lost() as drain:
+        broker.delete_queue("q", drain=True)
+    broker.sweep()
+    assert broker.queues() == []
+    broker.create_queue("q")
+    with lost() as delete:
+        assert broker.delete_queue("q") == 0
+    assert broker.queues() == []
+    assert [each.times for each in (update, purge, drain, delete)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("how", ["made", "not made", "under way"])
+def test_done_messages_whose_purge_gets_no_answer_are_counted_once(
+    broker: Broker, postgres: PostgresServer, how: str
+) -> None:
+    for _ in range(2):
+        broker.send("q", b"x")
+    broker.ack([each.receipt for each in broker.claim("q", limit=9)])
+    with LostCommit(broker, postgres, how) as cut:
+        assert broker.purge("q", states=["done"], limit=2) == 2
+    assert cut.times == 1
+    assert broker.stats("q").done == 1
 
 
 @pytest.mark.slow

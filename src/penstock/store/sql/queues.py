@@ -87,7 +87,7 @@ class SqlQueues(SqlMove, SqlRouting):
         # Rewrites the waiting messages, however many they are.
         reindex = spec.unclaimed_retention_ms != present.unclaimed_retention_ms
 
-        def work() -> None:
+        def work() -> list[int]:
             end = self.lock_heads().end
             queue = self.lock_queue(spec.name)
             if spec.version != queue.spec.version + 1:
@@ -113,9 +113,10 @@ class SqlQueues(SqlMove, SqlRouting):
                     queue=queue.number,
                     retention_ms=spec.unclaimed_retention_ms,
                 )
+            return []
 
         with database.at_leisure() if reindex else nullcontext():
-            self.change_queues(work)
+            self.change_queues(self.once(work, now_ms), again=True)
         if spec.dead_letter != present.dead_letter:
             self._parked.discard((number, present.dead_letter))
         self._retention_looked_ms = None
@@ -137,17 +138,18 @@ class SqlQueues(SqlMove, SqlRouting):
 
     def _delete(self, queue_name: str, now_ms: int, *, drained: bool = False) -> int:
         """Remove a queue with the rest of its messages; a drained one only if none waits there."""
-        database = self.database
+        database, deleted = self.database, list[SqlQueue]()
 
-        def work() -> tuple[SqlQueue | None, list[int]]:
+        def work() -> list[int]:
             end = self.lock_heads().end
+            deleted.clear()
             # As of now: another process may have deleted it, and made it again.
             queue = self.by_name.get(queue_name)
             if queue is None or not database.run("lock_queue", number=queue.number):
-                return None, []
+                return []
             # No message can come any more, but a claim may end: its message is done or failed then.
             if drained and (not queue.coverage.draining or self._has_live(queue, now_ms)):
-                return None, []
+                return []
             # Before the rest, as every transaction locks them.
             self.changed(now_ms, filters_from=end)
             database.run("lock_pointers_of", queue=queue.number)
@@ -155,10 +157,11 @@ class SqlQueues(SqlMove, SqlRouting):
             rows += database.run("remove_queue", number=queue.number)
             ids = [row[0] for row in rows]
             self._let_go(ids)
-            return queue, ids
+            deleted.append(queue)
+            return ids
 
-        queue, removed = self.change_queues(work)
-        if queue is not None:
+        removed = self.change_queues(self.once(work, now_ms), again=True)
+        for queue in deleted:
             self.wake(queue)
             self._log_removed(queue, removed, "purge")
         self._retention_looked_ms = None
@@ -167,15 +170,16 @@ class SqlQueues(SqlMove, SqlRouting):
     def _drain(self, queue_name: str, now_ms: int) -> None:
         self.queue(queue_name)
 
-        def work() -> None:
+        def work() -> list[int]:
             end = self.lock_heads().end
             queue = self.lock_queue(queue_name)
             queue.coverage.close(end)
             queue.coverage.draining = True
             self.put_coverage(queue)
             self.changed(now_ms, filters_from=end)
+            return []
 
-        self.change_queues(work)
+        self.change_queues(self.once(work, now_ms), again=True)
         self.remove_drained(now_ms, CHUNK)
 
     def remove_drained(self, now_ms: int, budget: int) -> int:
@@ -274,7 +278,8 @@ class SqlQueues(SqlMove, SqlRouting):
             self._forget_messages(queue, ids)
             return ids
 
-        return self._log_removed(queue, self.change(work), WHY_REMOVED.get(state, "purge"))
+        ids = self.change(self.once(work, now_ms), again=True)
+        return self._log_removed(queue, ids, WHY_REMOVED.get(state, "purge"))
 
     def _trim(
         self,
@@ -309,7 +314,8 @@ class SqlQueues(SqlMove, SqlRouting):
                 self._forget_messages(queue, ids)
             return ids
 
-        return self._log_removed(queue, self.change(work), reason)
+        ids = self.change(self.once(work, now_ms), again=True)
+        return self._log_removed(queue, ids, reason)
 
     def _log_removed(self, queue: SqlQueue, message_ids: Sequence[int], reason: str) -> int:
         """Write to the life-cycle log which messages were removed; return how many."""

@@ -381,6 +381,23 @@ class SqlSession:
             self._loaded_ms = 0
         return result
 
+    def once(self, work: Callable[[], list[int]], now_ms: int) -> Callable[[], list[int]]:
+        """Return ``work``, which returns ids, as one that may be repeated and is done once.
+
+        It leaves a note of them, which the next attempt returns if the COMMIT got no answer.
+        """
+        run, token, doubts = self.database.run, self.stamp(), self.database.doubts
+
+        def attempt() -> list[int]:
+            # Waits until the database has ended the attempt before.
+            if self.database.doubts > doubts and not run("begin_note", token=token, at_ms=now_ms):
+                return list(run("find_request", token=token)[0][0])
+            ids = work()
+            run("put_note", token=token, numbers=ids, at_ms=now_ms)
+            return ids
+
+        return attempt
+
     def wake(self, queue: SqlQueue, count: int = 1) -> None:
         """Note that a queue may have messages to claim."""
         with self.memory:
