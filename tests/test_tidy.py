@@ -384,7 +384,7 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_581,
+    ".": 3_584,
     "broker": 3_596,
     "cli": 3_335,
     "client": 2_455,
@@ -399,15 +399,15 @@ BUDGETS = {
     "server": 9_653,
     "server/console": 1_926,
     "spark": 5_410,
-    "store": 1_890,
-    "store/codec": 1_380,
-    "store/kv": 6_500,
+    "store": 1_906,
+    "store/codec": 1_479,
+    "store/kv": 6_624,
     "store/live": 2_440,
-    "store/sql": 8_890,
+    "store/sql": 8_894,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_308, 47_783, 220, 14_321
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_562, 47_966, 220, 14_519
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

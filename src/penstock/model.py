@@ -260,7 +260,9 @@ class Attempt(msgspec.Struct, frozen=True):
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A message as ``browse`` shows it. Times that do not apply to its state are None.
 
-    ``size`` is that of its payload in bytes; an older server does not tell.
+    ``size`` is that of its payload in bytes; an older server does not tell. ``first_claimed_ms``
+    is when the first attempt at it began, wherever that was: None if there was none, or if it
+    ended under a version of Penstock that did not note it.
     """
 
     message_id: int
@@ -278,6 +280,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     ended_at_ms: int | None = None
     reason: str = ""
     size: int = 0
+    first_claimed_ms: int | None = None
 
 
 class Page(tuple[Entry, ...]):  # noqa: SLOT001 - a tuple with an attribute

@@ -33,7 +33,7 @@ from penstock.broker.broker import Broker
 from penstock.clock import Clock, FollowingClock, SystemClock
 from penstock.errors import InvalidUrl, StoreMismatch, did_you_mean, needs_extra
 from penstock.limits import MAX_FLUSH_MS, MAX_OFFSET, MAX_STORE_MEMORY_MB, MIN_STORE_MEMORY_MB
-from penstock.store.kv.state import FORMAT, SHARED_TABLES, Identity, describe_format
+from penstock.store.kv.state import SHARED_TABLES, Identity, can_open, describe_format
 from penstock.store.kv.store import KvStore
 from penstock.store.live import LIVE_TABLES
 from penstock.store.policy import check_routing
@@ -250,7 +250,7 @@ def check_identity(place: str, record: bytes, design: str | None, routing: str |
         found = msgspec.msgpack.decode(record, type=Identity)
     except (msgspec.MsgspecError, ValueError) as error:
         raise StoreMismatch(f"{place}: its identity record does not decode: {error}") from error
-    if found.format != FORMAT:
+    if not can_open(found.format):
         raise StoreMismatch(f"{place} holds a store of {describe_format(found.format)}")
     _check_design(place, found.design, design)
     check_routing(place, found.routing, routing)

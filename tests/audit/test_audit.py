@@ -118,6 +118,32 @@ def ended(hand: Any, state: State) -> dict[int, int]:
         }
 
 
+@pytest.mark.parametrize("state", [State.DONE, State.FAILED])
+def test_first_claims_are_those_of_first_attempts(make_hand: Any, state: State) -> None:
+    hand = make_hand("memory", "indexed", "inline")
+    keys, ids = end_five(hand, state)
+    ((part, value),) = hand.rows("history", keys.prefix(b"five"))
+    failed = state is State.FAILED
+    right = records.decode_ended(value, failed=failed)
+    claimed_ms = right[0].first_claimed_ms
+    assert {each.first_claimed_ms for each in right} == {claimed_ms}
+    assert claimed_ms == hand.broker.attempts("five", ids[0])[0].claimed_at_ms
+    # One is earlier than its attempt, one after its end without a record of its attempt, and one of
+    # format 2.
+    hand.delete("history", opendata.ATTEMPTS.key(b"five", ids[1], 1))
+    hand.delete("history", opendata.ATTEMPTS.key(b"five", ids[3], 1))
+    assert claimed_ms is not None
+    after = (claimed_ms - 1, right[1].ended_at_ms + 1, None, claimed_ms, claimed_ms)
+    wrong = [e._replace(first_claimed_ms=at) for e, at in zip(right, after, strict=True)]
+    hand.put("history", part, records.encode_ended(wrong, failed=failed))
+    report = check(hand, repair=True)
+    assert report.found == {Kind.WRONG_FIELD: 2}
+    assert_clean(hand.broker)
+    ((_, value),) = hand.rows("history", keys.prefix(b"five"))
+    mended = [each.first_claimed_ms for each in records.decode_ended(value, failed=failed)]
+    assert mended == [claimed_ms, None, None, claimed_ms, claimed_ms]
+
+
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a repair commit each row, so that it meets those that it has written."""
@@ -152,7 +178,10 @@ def test_a_part_of_several_times_is_cut_into_one_for_each(make_hand: Any, state:
     failed = state is State.FAILED
     entries = records.decode_ended(value, failed=failed)
     times = [entries[0].ended_at_ms + each for each in (-3, -3, -2, 0, 0)]
-    mixed = [each._replace(ended_at_ms=at) for each, at in zip(entries, times, strict=True)]
+    mixed = [
+        each._replace(ended_at_ms=at, first_claimed_ms=None)
+        for each, at in zip(entries, times, strict=True)
+    ]
     # As copies by older versions have them: retention comes when all of the part is over.
     hand.put("history", part, records.encode_ended(mixed, failed=failed))
     first_ms = hand.core.history.first_ended_at_ms(hand.queue("five"), state)

@@ -136,7 +136,7 @@ def test_a_message_that_can_not_be_read_stays(
     hand.engine.commit(batch)
     batch = hand.engine.batch()
     item = Item(entry.key, entry.message_id, b"", entry.attempts, 0, 0, b"\xff\xff")
-    history.add(batch, queue, State.FAILED, [item], "no", hand.clock.now_ms())
+    history.add(batch, queue, State.FAILED, [([item], None)], "no", hand.clock.now_ms())
     hand.engine.commit(batch)
     assert hand.broker.move("shared", "moved") == 0
     assert hand.broker.stats("shared").failed == 1

@@ -67,6 +67,18 @@ VALUES = {
         partial(rec.encode_ended, failed=True),
         rec.encode_ended([rec.Ended(1, CLAIM, 2, 3, b"meta", "wäs")] * 2, failed=True),
     ),
+    "done, first claims": Case(
+        partial(rec.decode_ended, failed=False),
+        partial(rec.encode_ended, failed=False),
+        rec.encode_ended(
+            [rec.Ended(1, CLAIM, 2_000, 3, b"meta", "", at) for at in (5, 5, None)], failed=False
+        ),
+    ),
+    "failed, first claims": Case(
+        partial(rec.decode_ended, failed=True),
+        partial(rec.encode_ended, failed=True),
+        rec.encode_ended([rec.Ended(1, CLAIM, 2, 3, b"meta", "wäs", 1)] * 2, failed=True),
+    ),
     "attempt": Case(
         rec.decode_attempt,
         rec.encode_attempt,

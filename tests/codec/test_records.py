@@ -39,8 +39,11 @@ IN_FLIGHT = st.builds(
     TEXT,
     st.binary(min_size=16, max_size=16),
 )
-DONE = st.builds(rec.Ended, U64, U64, I64, U16, META, st.just(""), st.just(b""))
-FAILED = st.builds(rec.Ended, U64, U64, I64, U16, META, TEXT, st.just(b""))
+# Few of them, so that some elements have theirs in common.
+CLAIMED = st.none() | st.integers(0, 2) | st.integers(0, 2**62)
+TIME = st.integers(0, 2**62)
+DONE = st.builds(rec.Ended, U64, U64, TIME, U16, META, st.just(""), CLAIMED, st.just(b""))
+FAILED = st.builds(rec.Ended, U64, U64, TIME, U16, META, TEXT, CLAIMED, st.just(b""))
 ATTEMPT = st.builds(rec.AttemptRecord, I64, TEXT, I64, U8, TEXT)
 I64_OR_MORE = st.integers(-(2**63), 2**64 - 1)
 SPEC = st.builds(
@@ -88,19 +91,52 @@ def test_active() -> None:
     assert bkt.pack_active([], []) == bytes(4)
 
 
+DONE_HEX = f"{ID} {CLAIM_HEX} 09 00 00 00 00 00 00 00 02 00 {HI}"
+
+
 def test_done() -> None:
-    value = bytes.fromhex(f"01 00 {ID} {CLAIM_HEX} 09 00 00 00 00 00 00 00 02 00 {HI}")
+    # As format 2 had all of them, and as those are of which no first claim is known.
+    value = bytes.fromhex(f"01 00 {DONE_HEX}")
     assert rec.encode_ended([rec.Ended(7, CLAIM, 9, 2, b"hi")], failed=False) == value
     assert rec.decode_ended(value, failed=False) == [rec.Ended(7, CLAIM, 9, 2, b"hi")]
 
 
 def test_failed() -> None:
-    value = bytes.fromhex(
-        f"01 00 {ID} {CLAIM_HEX} 09 00 00 00 00 00 00 00 02 00 {HI} 03 00 77 68 79"
-    )
+    value = bytes.fromhex(f"01 00 {DONE_HEX} 03 00 77 68 79")
     assert rec.encode_ended([rec.Ended(7, CLAIM, 9, 2, b"hi", "why")], failed=True) == value
     assert rec.decode_ended(value, failed=True) == [rec.Ended(7, CLAIM, 9, 2, b"hi", "why")]
     assert isinstance(rec.decode_ended(value, failed=True)[0], rec.Ended)
+
+
+def test_first_claims() -> None:
+    # Two were first claimed 4 ms before the first one ended, one nobody knows when, one 3 ms after.
+    runs = "02 09  01 00  01 06"
+    value = bytes.fromhex(f"04 80 {runs} {DONE_HEX * 4}")
+    entries = [rec.Ended(7, CLAIM, 9, 2, b"hi", "", at_ms) for at_ms in (5, 5, None, 12)]
+    assert rec.encode_ended(entries, failed=False) == value
+    assert rec.decode_ended(value, failed=False) == entries
+    failed = bytes.fromhex(f"01 80 01 10 1d {DONE_HEX} 03 00 77 68 79")
+    (entry,) = rec.decode_ended(failed, failed=True)
+    assert entry == rec.Ended(7, CLAIM, 9, 2, b"hi", "why", -5)
+    assert rec.encode_ended([entry], failed=True) == failed
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        "01 00",  # known of none
+        "01 03 01 03",  # two runs of one, where one of two would do
+        "00 03 02 05",  # an empty run
+        "03 03",  # more than there are
+        "01 03",  # fewer
+        "02 10 03",  # a number in more bytes than it needs
+    ],
+)
+def test_first_claims_have_one_spelling(runs: str) -> None:
+    count = 1 if runs == "01 00" else 2
+    value = bytes.fromhex(f"{count:02x} 80 {runs} {DONE_HEX * count}")
+    with pytest.raises(CorruptRecord, match="done: "):
+        rec.decode_ended(value, failed=False)
 
 
 def test_attempt() -> None:
@@ -223,14 +259,20 @@ def test_queue_spec_round_trip(spec: QueueSpec, number: int) -> None:
 
 
 def test_an_array_holds_65535() -> None:
-    done = rec.Ended(0, 0, 0, 0, b"")
-    assert rec.encode_ended([done] * 65_535, failed=False)[:2] == b"\xff\xff"
     too_long: list[Callable[[], bytes]] = [
-        lambda: rec.encode_ended([done] * 65_536, failed=False),
-        lambda: rec.encode_ended([done] * 65_536, failed=True),
         lambda: bkt.pack_active([b""] * 65_536, []),
         lambda: bkt.pack_active([], [b""] * 65_536),
     ]
     for encode in too_long:
         with pytest.raises(InvalidInput, match="65535"):
             encode()
+
+
+@pytest.mark.parametrize("claimed_ms", [None, 0])
+def test_a_part_of_history_holds_32767(claimed_ms: int | None) -> None:
+    done = rec.Ended(0, 0, 0, 0, b"", "", claimed_ms)
+    value = rec.encode_ended([done] * 32_767, failed=False)
+    assert len(rec.decode_ended(value, failed=False)) == 32_767
+    for failed in (True, False):
+        with pytest.raises(InvalidInput, match="32767"):
+            rec.encode_ended([done] * 32_768, failed=failed)

@@ -60,6 +60,7 @@ def about(entry: penstock.Entry) -> dict[str, Any]:
         "group": entry.group,
         "priority": entry.priority,
         "attempts": entry.attempts,
+        "first_claimed_at": when(entry.first_claimed_ms),
         "published_at": when(entry.published_at_ms),
         "size": len(entry.payload),
         # What `life` has published says itself which of it was delayed.

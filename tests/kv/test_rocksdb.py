@@ -265,8 +265,8 @@ def identity_of(format_: int) -> bytes:
 @pytest.mark.parametrize(
     ("identity", "says"),
     [
-        (identity_of(format_=3), "format 3; .* reads format 2: use a newer one"),
-        (identity_of(format_=1), "format 1; .* reads format 2: use the one that made it"),
+        (identity_of(format_=4), "format 4; .* reads formats 2 and 3: use a newer one"),
+        (identity_of(format_=1), "format 1; .* reads formats 2 and 3: use the one that made it"),
         (b"\xc1", "identity record does not decode"),
     ],
 )

@@ -59,6 +59,7 @@ _TYPES: Final = {
 _MESSAGE: Final = "published_at time, group string, priority int, size long"
 _ATTRIBUTES: Final = "attributes map, attributes_json string"
 _ENDED: Final = f"{_MESSAGE}, delay_ms long, {_ATTRIBUTES}"
+_ATTEMPTS: Final = "attempts int, first_claimed_at time?"
 _DEPTHS: Final = "available long, delayed long, in_flight long"
 
 
@@ -79,15 +80,15 @@ TABLES: Final[dict[str, pa.Schema]] = {
         "attributes map?, attributes_json string?"
     ),
     "active": make_schema(
-        "queue string, message_id long, state string, group string, priority int, attempts int, "
+        f"queue string, message_id long, state string, group string, priority int, {_ATTEMPTS}, "
         "published_at time, visible_at time, lease_deadline time?, consumer string?, size long, "
         f"delay_ms long, {_ATTRIBUTES}"
     ),
     "done": make_schema(
-        f"queue string, message_id long, sequence long, done_at time, attempts int, {_ENDED}"
+        f"queue string, message_id long, sequence long, done_at time, {_ATTEMPTS}, {_ENDED}"
     ),
     "failed": make_schema(
-        "queue string, message_id long, sequence long, failed_at time, attempts int, "
+        f"queue string, message_id long, sequence long, failed_at time, {_ATTEMPTS}, "
         f"reason string, {_ENDED}"
     ),
     "attempts": make_schema(
@@ -306,13 +307,14 @@ def _payload_column(payloads: Sequence[Any]) -> pa.Array:
 
 
 _Rows = list[tuple[Any, ...]]
+_TRIED: Final = {"attempts": 3, "first_claimed_at": 6}
 # Of the tables whose rows have the packed record of a message: its place in a row, and the places
 # of other columns.
 _PLACES: Final[dict[str, tuple[int, dict[str, int]]]] = {
     "log": (1, {"offset": 0, "metadata": 1}),
     "active": (5, {"message_id": 0, "state": 1, "attempts": 2, "visible_at": 3}),
-    "done": (4, {"message_id": 0, "done_at": 2, "attempts": 3}),
-    "failed": (4, {"message_id": 0, "failed_at": 2, "attempts": 3, "reason": 5}),
+    "done": (4, {"message_id": 0, "done_at": 2, **_TRIED}),
+    "failed": (4, {"message_id": 0, "failed_at": 2, **_TRIED, "reason": 5}),
 }
 _LEASED: Final = {"lease_deadline": "deadline_ms", "consumer": "consumer"}
 
@@ -340,14 +342,8 @@ def _record_batches(
                 rows, numbers, decoded = _taken(kept, rows, numbers, decoded)
         sizes = [each.size for each in decoded] if selection.wants("payload") else None
         for begin, end in _cuts(len(rows), sizes):
-            yield _record_batch(
-                pinned,
-                piece,
-                selection,
-                rows[begin:end],
-                numbers[begin:end],
-                decoded[begin:end],
-            )
+            cut = slice(begin, end)
+            yield _record_batch(pinned, piece, selection, rows[cut], numbers[cut], decoded[cut])
 
 
 def _taken(
@@ -380,6 +376,9 @@ def _record_batch(
         made["queue"] = _repeated(piece.queue or "", len(rows))
     if selection.wants("sequence"):
         made["sequence"] = pa.array(numbers, pa.int64())
+    if selection.table == "active" and selection.wants("first_claimed_at"):
+        claims = pinned.first_claims(piece.queue or "", rows)
+        made["first_claimed_at"] = _column(selection, "first_claimed_at", claims)
     if selection.wants(*_LEASED):
         leases = pinned.leases(rows)
         for name in filter(selection.wants, _LEASED):

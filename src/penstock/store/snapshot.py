@@ -153,13 +153,21 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
     def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
         """Return the lease of each live message; None: no lease holds it, or it can't be read."""
 
+    def first_claims(self, queue: str, rows: Sequence[LiveRow]) -> list[int | None]:
+        """Return when the first attempt at each live message of a queue began.
+
+        None: it was never claimed, or nobody knows. A claim that was given back unseen is none, and
+        a message that was redriven or moved has its first attempt from before.
+        """
+
     def ended_rows(
         self, state: State, keys: Keys, low: int, high: int
     ) -> Iterator[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]:
         """Read done or failed messages whose sequence is in [low, high), with their sequences.
 
-        Of each: message id, something of the store's own, when it ended, attempts, metadata, and
-        of failed ones the reason.
+        Of each: message id, something of the store's own, when it ended, attempts, metadata, the
+        reason (of failed ones), and ``first_claimed_ms``: when the first attempt at it began. None:
+        it had none, or it ended under a version of Penstock that did not note it.
         """
 
     def attempt_rows(self, keys: Keys) -> Iterator[tuple[int, int, AttemptRecord]]:

@@ -61,6 +61,14 @@ class Copy:
         """The message's group."""
         return self.message.group
 
+    @property
+    def first_claimed_ms(self) -> int | None:
+        """When the first attempt began: one that ended, or the one that is under way."""
+        begun = [each.claimed_at_ms for each in self.history if each.number == 1]
+        if self.state is State.IN_FLIGHT and self.attempts == 1:
+            begun = [self.claimed_at_ms]
+        return begun[0] if begun else None
+
 
 @dataclass
 class ModelQueue:
@@ -476,6 +484,7 @@ class Model:
             assert (entry.group, entry.priority) == (copy.group, copy.message.priority)
             assert (entry.state, entry.attempts) == (state, copy.attempts)
             assert entry.published_at_ms == copy.published_at_ms
+            assert entry.first_claimed_ms in {None, copy.first_claimed_ms}
             if state in WAITING:
                 assert entry.visible_at_ms == copy.visible_at_ms
             elif state is State.IN_FLIGHT:

@@ -7,14 +7,18 @@ here after a bar. The keys are in ``opendata``::
     done      Array<message u64, claim u64, done at i64, attempts u16, metadata VarBytes>
     failed    Array<message u64, claim u64, failed at i64, attempts u16, metadata VarBytes
                     | reason Utf8>
+              The count has 8000 added if any first claim is known; then before the elements, for
+              each run of elements that have theirs in common: how many they are, var_u64, and the
+              first claim as var_u64: 0 unknown, else 1 + zigzag(end of the first element - claim)
     attempt   claimed at i64, consumer Utf8
               | ended at i64, outcome u8, reason Utf8
     spec      01, then MessagePack: [number of the queue, map of QueueSpec's fields]; without
               limits that are not set
 
 Upgrade recipe: a changed record gets another first byte of its key; a spec has a version byte of
-its own. Add the fields behind those that are there, keep the decoder, and let it give the new
-fields their defaults.
+its own, and done and failed have what is added to their count: no Array has more than 7fff of
+them, so that c000 is free. Add the fields behind those that are there, keep the decoder, and let it
+give the new fields their defaults.
 
 StoredItem, a live message of the indexed design, is written twice in the life of a message, so it
 is small. It has no id and no index key: its own key, its time and its lane tell both::
@@ -58,25 +62,39 @@ field's default. Records that Queueber wrote are read with pycapnp, by the impor
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from struct import Struct, unpack_from
 from struct import error as struct_error
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from penstock.errors import CorruptRecord
+from penstock.errors import CorruptRecord, InvalidInput
 from penstock.limits import MAX_BUCKET_EXPONENT
 from penstock.model import Overflow, QueueSpec
-from penstock.store.codec.opendata import MAX_U32, broken, check_end, pack_count, read_count, utf8
+from penstock.store.codec.opendata import (
+    MAX_U32,
+    broken,
+    check_end,
+    read_count,
+    read_var_u64,
+    utf8,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Of an ended message: id, key, when it ended, attempts, metadata, reason, and the first claim.
+EndedFields: TypeAlias = tuple[int, int, int, int, bytes, str, int | None]
 T = TypeVar("T")
 
 
 class Ended(NamedTuple):
-    """A done or a failed message; ``reason``: of the last attempt, if it has failed."""
+    """A done or a failed message; ``reason``: of the last attempt, if it has failed.
+
+    ``first_claimed_ms`` is when its first attempt began; None: it had none, or nobody knows.
+    """
 
     message_id: int
     key: int
@@ -84,6 +102,7 @@ class Ended(NamedTuple):
     attempts: int
     metadata: bytes
     reason: str = ""
+    first_claimed_ms: int | None = None
     part: bytes = b""
 
 
@@ -109,13 +128,18 @@ class LeaseRecord(NamedTuple):
 
 
 _SETTLED: Final = Struct("<QQqHI")
+_pack_settled: Final = _SETTLED.pack
 _LENGTH: Final = Struct("<H")
+_pack_length: Final = _LENGTH.pack
+# In the count of done or failed messages: the first claim of one of them at least is known.
+_HAS_CLAIMS: Final = 0x8000
 _CLAIMED: Final = Struct("<qH")
 _ENDED: Final = Struct("<qBH")
 _SPEC_VERSION: Final = b"\x01"
 # Only queues with limits have these in their records.
 _LIMITS: Final = {"max_messages": 0, "max_bytes": 0, "overflow": Overflow.REFUSE}
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=MAX_U32)]
+_first_claimed: Final = itemgetter(6)
 # Skips the argument checks of a NamedTuple's own constructor: half the time of a decoder.
 _new: Final = tuple.__new__
 
@@ -155,15 +179,49 @@ def unpack(record: bytes, kind: type[T], name: str, version: bytes = b"") -> T:
 # --- history and specs ------------------------------------------------------------------------
 
 
-def encode_ended(entries: Sequence[tuple[Any, ...]], *, failed: bool) -> bytes:
-    """Encode done messages, or failed ones, which have reasons."""
-    parts = [pack_count(len(entries), "failed" if failed else "done")]
-    for entry in entries:
-        message_id, key, ended_at_ms, attempts, metadata, reason = entry[:6]
-        parts += (_SETTLED.pack(message_id, key, ended_at_ms, attempts, len(metadata)), metadata)
+def encode_ended(
+    entries: Sequence[tuple[Any, ...]], *, failed: bool, claimed_ms: int | None = None
+) -> bytes:
+    """Encode done messages, or failed ones, which have reasons.
+
+    ``claimed_ms``: the first claim of all of them, for a caller who knows that it is one; then
+    they are plain :data:`EndedFields`.
+    """
+    count, rows = len(entries), entries
+    if count >= _HAS_CLAIMS:
+        raise InvalidInput(f"history: {count} messages, a part has at most {_HAS_CLAIMS - 1}")
+    if claimed_ms is None:
+        parts = _claims_of(entries)
+        rows = [entry[:7] for entry in entries]
+    else:
+        age_ms = entries[0][2] - claimed_ms
+        parts = [_pack_length(count | _HAS_CLAIMS), _claims_run(count, age_ms)]
+    for message_id, key, ended_at_ms, attempts, metadata, reason, _ in rows:
+        parts += (_pack_settled(message_id, key, ended_at_ms, attempts, len(metadata)), metadata)
         if failed:
             parts.append(utf8(reason))
     return b"".join(parts)
+
+
+def _claims_of(entries: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    """Encode the count and the first claims of ended messages."""
+    claims = list(map(_first_claimed, entries))
+    if claims.count(None) == len(claims):
+        return [_pack_length(len(claims))]
+    parts = [_pack_length(len(claims) | _HAS_CLAIMS)]
+    for claimed_ms, same in groupby(claims):
+        age_ms = None if claimed_ms is None else entries[0][2] - claimed_ms
+        parts.append(_claims_run(len(list(same)), age_ms))
+    return parts
+
+
+def _claims_run(many: int, age_ms: int | None) -> bytes:
+    """Encode a run, as two var_u64: written out, since each single ack has one."""
+    coded = 0 if age_ms is None else 1 + (age_ms << 1 ^ -(age_ms < 0))
+    extra, more = (many.bit_length() + 3) >> 3, (coded.bit_length() + 3) >> 3
+    size = 4 + 8 * more
+    both = (extra << (4 + 8 * extra) | many) << (size + 4) | more << size | coded
+    return both.to_bytes(2 + extra + more, "big")
 
 
 def decode_ended(buf: bytes, *, failed: bool, part: bytes = b"") -> list[Ended]:
@@ -171,29 +229,57 @@ def decode_ended(buf: bytes, *, failed: bool, part: bytes = b"") -> list[Ended]:
     return [_new(Ended, (*fields, part)) for fields in ended_fields(buf, failed=failed)]
 
 
-def ended_fields(buf: bytes, *, failed: bool) -> list[tuple[int, int, int, int, bytes, str]]:
+def ended_fields(buf: bytes, *, failed: bool) -> list[EndedFields]:
     """Decode them as plain tuples, which the garbage collector lets go of: for many of them."""
     record = "failed" if failed else "done"
     count = read_count(buf, 0, record)
     pos = 2
-    found: list[tuple[int, int, int, int, bytes, str]] = []
+    runs: list[tuple[int, int | None]] = [(count, None)]
+    if count & _HAS_CLAIMS:
+        count -= _HAS_CLAIMS
+        runs, pos = _read_claims(buf, pos, count, record)
+    found: list[EndedFields] = []
     reason = ""
     try:
-        for _ in range(count):
-            message_id, claim_id, ended_at, attempts, length = _SETTLED.unpack_from(buf, pos)
-            pos += 30
-            metadata = buf[pos : pos + length]
-            pos += length
-            if failed:
-                (length,) = _LENGTH.unpack_from(buf, pos)
-                pos += 2
-                reason = str(buf[pos : pos + length], "utf-8")
+        first_ms = _SETTLED.unpack_from(buf, pos)[2] if count else 0
+        for many, age_ms in runs:
+            claimed_ms = None if age_ms is None else first_ms - age_ms
+            for _ in range(many):
+                message_id, claim_id, ended_at, attempts, length = _SETTLED.unpack_from(buf, pos)
+                pos += 30
+                metadata = buf[pos : pos + length]
                 pos += length
-            found.append((message_id, claim_id, ended_at, attempts, metadata, reason))
+                if failed:
+                    (length,) = _LENGTH.unpack_from(buf, pos)
+                    pos += 2
+                    reason = str(buf[pos : pos + length], "utf-8")
+                    pos += length
+                found.append(
+                    (message_id, claim_id, ended_at, attempts, metadata, reason, claimed_ms)
+                )
     except (struct_error, UnicodeDecodeError) as error:
         raise broken(record, len(found), count, error) from None
     check_end(buf, pos, record)
     return found
+
+
+def _read_claims(
+    buf: bytes, pos: int, count: int, record: str
+) -> tuple[list[tuple[int, int | None]], int]:
+    """Read how long before the end runs of elements were first claimed; refuse another spelling."""
+    runs: list[tuple[int, int | None]] = []
+    left = count
+    while left > 0:
+        many, pos = read_var_u64(buf, pos, record)
+        coded, pos = read_var_u64(buf, pos, record)
+        age_ms = (coded - 1 >> 1) ^ -(coded - 1 & 1) if coded else None
+        if not 0 < many <= left or (runs and runs[-1][1] == age_ms):
+            break
+        runs.append((many, age_ms))
+        left -= many
+    if left or all(age_ms is None for _, age_ms in runs):
+        raise CorruptRecord(f"{record}: its first claims are not those of {count} elements")
+    return runs, pos
 
 
 def encode_attempt(attempt: AttemptRecord) -> bytes:
@@ -218,6 +304,14 @@ def decode_attempt(buf: bytes) -> AttemptRecord:
         raise CorruptRecord(f"attempt: a text is not UTF-8: {error.reason}") from None
     check_end(buf, at + 11 + length, "attempt")
     return _new(AttemptRecord, (claimed_at, consumer, ended_at, outcome, reason))
+
+
+def claimed_at_of(buf: bytes) -> int | None:
+    """Return when an encoded attempt began; None: it does not decode, or its lease was lost."""
+    try:
+        return decode_attempt(buf).claimed_at or None
+    except CorruptRecord:
+        return None
 
 
 def encode_queue_spec(spec: QueueSpec, number: int) -> bytes:

@@ -26,13 +26,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from penstock import limits
-from penstock.engines import rows_of
+from penstock.engines import get_each, rows_of
 from penstock.errors import CorruptRecord, StoreDamaged
 from penstock.model import Attempt, AttemptEnd, State
 from penstock.store.codec import opendata
 from penstock.store.codec.records import (
     AttemptRecord,
     Ended,
+    claimed_at_of,
     decode_attempt,
     decode_ended,
     encode_attempt,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from penstock.engines import Batch, Table
+    from penstock.store.codec.records import EndedFields
     from penstock.store.kv.queues import Queue
     from penstock.store.live import Item, Quarantine
 
@@ -91,29 +93,47 @@ class History:
         batch: Batch,
         queue: Queue,
         state: State,
-        items: Sequence[Item],
+        held: Sequence[tuple[Sequence[Item], int | None]],
         reason: str,
         now_ms: int,
     ) -> None:
-        """Append messages that are done, or that have failed and share a reason."""
-        entries = [
-            (item.message_id, item.key, now_ms, item.attempts, item.metadata, reason)
-            for item in items
-        ]
-        self.append(batch, queue, state, entries)
+        """Append messages that are done, or that have failed and share a reason.
+
+        With those of each lease comes the time of its claim; with those that waited, None.
+        """
+        entries: list[EndedFields] = []
+        one_ms: int | None = None
+        for items, claimed_at_ms in held:
+            again = not claimed_at_ms
+            for item in items:
+                if item.attempts != 1:
+                    again = True
+            if again:
+                claims = self.first_claims(queue, items, claimed_at_ms)
+                entries += [
+                    (i.message_id, i.key, now_ms, i.attempts, i.metadata, reason, claimed_ms)
+                    for i, claimed_ms in zip(items, claims, strict=True)
+                ]
+                continue
+            one_ms = claimed_at_ms if len(held) == 1 else None
+            entries += [
+                (i.message_id, i.key, now_ms, 1, i.metadata, reason, claimed_at_ms) for i in items
+            ]
+        self.append(batch, queue, state, entries, one_ms)
         if state is State.FAILED:
-            queue.counts.failed_total += len(items)
+            queue.counts.failed_total += len(entries)
         else:
-            queue.counts.acked_total += len(items)
+            queue.counts.acked_total += len(entries)
 
     def append(
         self,
         batch: Batch,
         queue: Queue,
         state: State,
-        entries: Sequence[tuple[int, int, int, int, bytes, str]],
+        entries: Sequence[EndedFields],
+        claimed_ms: int | None = None,
     ) -> None:
-        """Append messages: id, key, when it ended, attempts, metadata and reason of each."""
+        """Append messages; ``claimed_ms``: the first claim of all of them, if it is one."""
         counts, exponent, count = queue.counts, queue.spec.bucket_exponent, len(entries)
         failed = state is State.FAILED
         number = counts.next_failed if failed else counts.next_done
@@ -129,7 +149,8 @@ class History:
                 bucket = (exponent << 60 | first).to_bytes(8, "big")
                 key = begin[:-8] + bucket + number.to_bytes(8, "big")
                 self.first_keys.note(begin, key)
-                batch.put(key, encode_ended(chunk, failed=failed), self._table.family)
+                record = encode_ended(chunk, failed=failed, claimed_ms=claimed_ms)
+                batch.put(key, record, self._table.family)
                 for entry in chunk if failed else ():
                     batch.put(_FAILED_INDEX.key(queue.id, entry[0]), key, self._table.family)
                 number += len(chunk)
@@ -189,6 +210,32 @@ class History:
             number = int.from_bytes(key[-2:], "big")
             found.append(Attempt(number, consumer, claimed_at, ended_at, end, reason))
         return found
+
+    def first_claims(
+        self, queue: Queue, items: Sequence[Item], claimed_at_ms: int | None
+    ) -> list[int | None]:
+        """Return when the first attempt at each message began; None: it had none, or who knows.
+
+        ``claimed_at_ms``: when the claim was made that all of them are in flight under, or were
+        until now; None: they wait, and all their attempts have been recorded.
+        """
+        found = [claimed_at_ms or None if item.attempts == 1 else None for item in items]
+        least = 1 if claimed_at_ms is None else 2
+        recorded = [at for at, item in enumerate(items) if item.attempts >= least]
+        if recorded:
+            ids = [items[at].message_id for at in recorded]
+            for at, claimed_ms in zip(recorded, self.first_attempts(queue, ids), strict=True):
+                found[at] = claimed_ms
+        return found
+
+    def first_attempts(self, queue: Queue, message_ids: Sequence[int]) -> list[int | None]:
+        """Return when the first attempts at messages began, of those that can be read."""
+        prefix = queue.attempts_prefix
+        keys = [prefix + (id_ << 16 | 1).to_bytes(10, "big") for id_ in message_ids]
+        return [
+            claimed_at_of(record) if isinstance(record, bytes) else None
+            for record in get_each(self._table, keys)
+        ]
 
     def page(
         self, queue: Queue, state: State, after: bytes, limit: int, *, whole_parts: bool = False

@@ -160,7 +160,7 @@ class KvLoader:
         else:
             entries = [
                 (each.message_id, each.message_id, each.time_ms, each.attempts, each.metadata,
-                 each.reason)
+                 each.reason, each.first_claimed_ms)
                 for each in page.messages
             ]  # fmt: skip
             store.history.append(batch, queue, State(page.table), entries)

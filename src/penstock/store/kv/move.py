@@ -138,7 +138,7 @@ class MoveVerbs(SettleVerbs, PublishVerbs):
         if items:
             batch = self.begin()
             self.active.remove(batch, queue, items)
-            self.history.add(batch, queue, State.DONE, items, "", now_ms)
+            self.history.add(batch, queue, State.DONE, [(items, None)], "", now_ms)
             if queue.spec.done_retention_ms:
                 due_ms = now_ms + queue.spec.done_retention_ms
                 self.retention.lower((queue.number, "done"), due_ms)

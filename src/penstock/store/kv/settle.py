@@ -63,13 +63,17 @@ class SettleVerbs(Core):
         holdings, answers = self._judge(receipts, queue_name, now_ms)
         if holdings:
             batch = self.begin()
-            by_queue: dict[Queue, list[Item]] = {}
+            by_queue: dict[Queue, list[tuple[list[Item], int | None]]] = {}
             for holding in holdings:
-                by_queue.setdefault(holding.queue, []).extend(holding.items)
+                held = by_queue.setdefault(holding.queue, [])
+                held.append((holding.items, holding.lease.claimed_at_ms))
             # Messages of many leases of a queue end as one stretch of its history.
-            for queue, items in by_queue.items():
+            for queue, held in by_queue.items():
+                items = (
+                    held[0][0] if len(held) == 1 else [item for some, _ in held for item in some]
+                )
                 self.active.settle(batch, queue, items)
-                self.history.add(batch, queue, State.DONE, items, "", now_ms)
+                self.history.add(batch, queue, State.DONE, held, "", now_ms)
                 if queue.spec.done_retention_ms:
                     due_ms = now_ms + queue.spec.done_retention_ms
                     self.retention.lower((queue.number, "done"), due_ms)
@@ -278,7 +282,8 @@ class SettleVerbs(Core):
             self._put_back(batch, queue, retried, now_ms)
         if failed:
             self.active.settle(batch, queue, failed)
-            self.fail(batch, queue, failed, policy.fail_reason(queue.spec, reason), now_ms)
+            why, claimed_at_ms = policy.fail_reason(queue.spec, reason), holding.lease.claimed_at_ms
+            self.fail(batch, queue, failed, why, now_ms, claimed_at_ms)
             return [Holding(queue, holding.name, holding.lease, failed)]
         return []
 

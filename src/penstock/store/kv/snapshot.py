@@ -284,12 +284,25 @@ class Pinned(AbstractContextManager["Pinned"]):
         }
         return [found.get(row[4]) for row in rows]
 
+    def first_claims(self, queue: str, rows: Sequence[LiveRow]) -> list[int | None]:
+        """Return when the first attempt at each live message began: a lease or a record tells."""
+        found: list[int | None] = [None] * len(rows)
+        running = [at for at, row in enumerate(rows) if row[1] == _IN_FLIGHT and row[2] == 1]
+        for at, lease in zip(running, self.leases([rows[at] for at in running]), strict=True):
+            found[at] = lease.claimed_at_ms or None if lease else None
+        ended = [at for at, row in enumerate(rows) if row[2] > (row[1] == _IN_FLIGHT)]
+        ids = [rows[at][0] for at in ended]
+        told = self._history.first_attempts(self._queues[queue], ids) if ids else ()
+        for at, claimed_ms in zip(ended, told, strict=True):
+            found[at] = claimed_ms
+        return found
+
     def ended_rows(
         self, state: State, keys: Keys, low: int = 0, high: int = MAX_OFFSET
     ) -> Iterator[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]:
         """Read done or failed messages whose sequence is in [low, high), with their sequences.
 
-        Of each: message id, key, when it ended, attempts, metadata, and of failed ones the reason.
+        Of each: message id, key, when it ended, attempts, metadata, reason, and first claim.
         """
         failed = state is State.FAILED
         history, begin = self.table("history"), keys.begin

@@ -58,7 +58,10 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FORMAT: Final = 2
+# Since format 3 done and failed messages have their first claims (codec/records.py).
+FORMAT: Final = 3
+# A store of these formats is upgraded by its identity alone: all their records are decoded.
+UPGRADED: Final = (2,)
 SHARED_TABLES: Final[Mapping[str, Shape]] = {
     "default": Shape.SYSTEM,
     "leases": Shape.SHORT_LIVED,
@@ -90,10 +93,16 @@ class Identity(msgspec.Struct):
     routing: str
 
 
+def can_open(found: int) -> bool:
+    """Whether this version opens a store of a format."""
+    return found == FORMAT or found in UPGRADED
+
+
 def describe_format(found: int) -> str:
-    """Say of a store of another format which version of Penstock opens it."""
+    """Say of a store that can't be opened which version of Penstock opens it."""
     which = "a newer one" if found > FORMAT else "the one that made it"
-    return f"format {found}; this version of Penstock reads format {FORMAT}: use {which}"
+    known = " and ".join(map(str, (*UPGRADED, FORMAT)))
+    return f"format {found}; this version of Penstock reads formats {known}: use {which}"
 
 
 def _decode_identity(record: bytes) -> Identity:
@@ -166,6 +175,7 @@ class Core:
             self.identity = self._identify(design, store_id, routing, now_ms)
             self.active = make_active_set(self.identity.design, engine, self.quarantine)
             self.load()
+            self._upgrade()
         except StoreDamaged as error:
             raise StoreDamaged(
                 f"the store can't be opened: {error}",
@@ -184,7 +194,7 @@ class Core:
             self.engine.sync()
             return identity
         identity = _decode_identity(record)
-        if identity.format != FORMAT:
+        if not can_open(identity.format):
             raise StoreMismatch(f"the store has {describe_format(identity.format)}")
         if identity.design != design:
             raise StoreMismatch(
@@ -192,6 +202,16 @@ class Core:
             )
         policy.check_routing("the store", identity.routing, routing)
         return identity
+
+    def _upgrade(self) -> None:
+        """Refuse the store to the versions before, which can't read what is written from now on."""
+        if self.identity.format != FORMAT:
+            self.identity = msgspec.structs.replace(self.identity, format=FORMAT)
+            batch = self.engine.batch()
+            batch.put(_META, msgspec.msgpack.encode(self.identity), self.system.family)
+            self.engine.commit(batch)
+            # A commit that is lost would leave what was written behind it to such a version.
+            self.engine.sync()
 
     def put_routing(self, batch: Batch, routing: str) -> None:
         """Change who routes messages: publish, or a tailer."""
@@ -399,10 +419,20 @@ class Core:
         self.put_totals(batch, now_ms)
 
     def fail(
-        self, batch: Batch, queue: Queue, items: Sequence[Item], reason: str, now_ms: int
+        self,
+        batch: Batch,
+        queue: Queue,
+        items: Sequence[Item],
+        reason: str,
+        now_ms: int,
+        claimed_at_ms: int | None = None,
     ) -> None:
-        """Put messages that have left the live ones among the failed ones."""
-        self.history.add(batch, queue, State.FAILED, items, reason, now_ms)
+        """Put messages that have left the live ones among the failed ones.
+
+        ``claimed_at_ms``: when the claim was made that they were in flight under, if they were.
+        """
+        held = [(items, claimed_at_ms)]
+        self.history.add(batch, queue, State.FAILED, held, reason, now_ms)
         if queue.spec.failed_retention_ms:
             due_ms = now_ms + queue.spec.failed_retention_ms
             self.retention.lower((queue.number, State.FAILED.value), due_ms)

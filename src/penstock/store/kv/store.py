@@ -102,14 +102,25 @@ class KvStore(ClaimVerbs):
         if payloads and found:
             bodies = self.payloads.get([row.message_id for row in found])
         leases = self._leases_of(found) if state is State.IN_FLIGHT else {}
+        claims = [self._first_claim(queue, row, leases) for row in found]
         entries = [
             entry
-            for row, body in zip(found, bodies, strict=True)
-            if (entry := _entry(queue, state, row, body, leases)) is not None
+            for row, body, claimed_ms in zip(found, bodies, claims, strict=True)
+            if (entry := _entry(queue, state, row, body, leases, claimed_ms)) is not None
         ]
         self.settle_quarantine(now_ms)
         head = f"{state.value}:{queue.number:x}:"
         return Page(entries, None if following is None else head + following.hex())
+
+    def _first_claim(
+        self, queue: Queue, row: Item | Ended, leases: dict[bytes, LeaseRecord]
+    ) -> int | None:
+        if not isinstance(row, Item):
+            return row.first_claimed_ms
+        lease = leases.get(row.lease)
+        lost_ms = None if row.lease == NO_LEASE else 0
+        claimed_at_ms = lease.claimed_at_ms if lease else lost_ms
+        return self.history.first_claims(queue, [row], claimed_at_ms)[0]
 
     def _find(
         self, queue: Queue, message_id: int, now_ms: int
@@ -277,6 +288,7 @@ def _entry(
     row: Item | Ended,
     body: bytes | None,
     leases: dict[bytes, LeaseRecord],
+    first_claimed_ms: int | None,
 ) -> Entry | None:
     metadata = read_metadata(row.metadata)
     if metadata is None:
@@ -299,6 +311,7 @@ def _entry(
         ended_at_ms=ended.ended_at_ms if ended else None,
         reason=ended.reason if ended else "",
         size=metadata.size,
+        first_claimed_ms=first_claimed_ms,
     )
 
 

@@ -308,12 +308,16 @@ class SqlPinned:
         """Return the holder of each of some live messages."""
         return [row[4] for row in rows]
 
+    def first_claims(self, queue: str, rows: Sequence[LiveRow]) -> list[int | None]:  # noqa: ARG002
+        """Return when the first attempt at each live message began: nobody knows yet."""
+        return [None] * len(rows)
+
     def ended_rows(
         self, state: State, keys: Keys, low: int = 0, high: int = MAX_OFFSET
     ) -> Iterator[tuple[Sequence[int], Sequence[tuple[Any, ...]]]]:
         """Read done or failed messages whose sequence is in [low, high), with their sequences.
 
-        Of each: message id, nothing, when it ended, attempts, metadata, and the reason.
+        Of each: message id, nothing, when it ended, attempts, metadata, reason, and first claim.
         """
         number, begin, end = _numbers(keys)
         begin, end = max(begin, low), min(end, high)
@@ -322,10 +326,11 @@ class SqlPinned:
             yield (
                 [row[0] for row in rows],
                 [
-                    (row[1], None, row[3], row[2], row[5] or b"", row[4].decode(errors="replace"))
+                    (row[1], None, row[3], row[2], row[5] or b"",
+                     row[4].decode(errors="replace"), None)
                     for row in rows
                 ],
-            )
+            )  # fmt: skip
 
     def attempt_rows(self, keys: Keys) -> Iterator[tuple[int, int, AttemptRecord]]:
         """Read ended attempts: message id, attempt, record."""

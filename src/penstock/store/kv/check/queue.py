@@ -296,7 +296,8 @@ class QueueAudit:
             return True
 
         found = rows.parse("history", keys.prefix(queue.id), parse, page=LARGE_PAGE)
-        for key, (exponent, part, is_home, entries) in found:
+        for key, (exponent, part, is_home, told) in found:
+            entries = self._with_first_claims(key, what, told)
             end = part + len(entries)
             behind = max(behind, end)
             runs = dict(cut_part(key, entries, keeps))
@@ -322,7 +323,7 @@ class QueueAudit:
             if len({entry.ended_at_ms for entry in entries}) > 1:
                 text = f"{what} messages of several times in one part: not found by their times"
                 rows.violate(Kind.ORDER, "history", key, text)
-            if runs != {key: entries}:
+            if runs != {key: told}:
                 changes.setdefault(key, None)
                 changes.update((place, encode(run)) for place, run in runs.items())
         setattr(self._right, state.value, count)
@@ -340,6 +341,23 @@ class QueueAudit:
             rows.write("history", place, row)
         if failed:
             rows.compare_all("history", [index_prefix], index, f"{what}: the index of messages")
+
+    def _with_first_claims(self, key: bytes, what: str, entries: list[Ended]) -> list[Ended]:
+        """Put right when messages were first claimed, as far as their first attempts tell."""
+        history = self._rows.core.history
+        known = [at for at, entry in enumerate(entries) if entry.first_claimed_ms is not None]
+        ids = [entries[at].message_id for at in known]
+        first_attempts = history.first_attempts(self._queue, ids) if ids else ()
+        right = list(entries)
+        for at, recorded_ms in zip(known, first_attempts, strict=True):
+            entry = entries[at]
+            claimed_ms = recorded_ms or entry.first_claimed_ms
+            is_time = entry.attempts and (claimed_ms or 0) <= entry.ended_at_ms
+            right[at] = entry._replace(first_claimed_ms=claimed_ms if is_time else None)
+            if right[at] != entry:
+                text = f"{what} message {entry.message_id} was not first claimed when it says"
+                self._rows.violate(Kind.WRONG_FIELD, "history", key, text)
+        return right
 
     def _check_attempts(self) -> None:
         """Check attempts, and the marks of messages that a move has brought in."""
