@@ -24,6 +24,7 @@ from penstock.testing.suite.dead_letters import DeadLetterSuite
 from penstock.testing.suite.delivery import DeliverySuite
 from penstock.testing.suite.explaining import ExplainingSuite
 from penstock.testing.suite.fifo import FifoSuite
+from penstock.testing.suite.first_claims import FirstClaimSuite
 from penstock.testing.suite.keeping import KeepingSuite
 from penstock.testing.suite.limits import LimitSuite
 from penstock.testing.suite.moving import MovingSuite
@@ -56,7 +57,7 @@ class ShortConformance(DeliverySuite, SettlingSuite, RestartingSuite):
     """The part of the contract that every message passes: for combinations of tested parts."""
 
 
-class UrlConformance(OnUrl, BrokerConformance):
+class UrlConformance(OnUrl, FirstClaimSuite, BrokerConformance):
     """The suite over a store URL; ``{place}`` in it stands for the test's directory."""
 
 
