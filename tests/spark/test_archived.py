@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 import penstock
 from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMismatch
+from penstock.flight.client import FlightStore
+from penstock.flight.protocol import HistoryStretch, HistoryTicket
+from penstock.spark import delta
 from penstock.spark.archive import _Known
-from penstock.spark.delta import Archive
+from penstock.spark.delta import Archive, Mark
 from penstock.spark.jobs import archive, optimize
 from penstock.spark.reader import TableReader, spark_schema
 from penstock.spark.sessions import snapshot
@@ -97,6 +101,71 @@ def site(make_world: Callable[..., Any], tmp_path: Path) -> Site:
 
 
 TABLES = ("done", "failed", "attempts")
+
+
+def archive_as_before(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archive all history as the version did that knew no first claims; nothing is trimmed."""
+    client, place = FlightStore(site.world.location), Archive.at(site.place)
+    now = delta.table_schema
+
+    def schema(name: str) -> pa.Schema:
+        return pa.schema([each for each in now(name) if each.name != "first_claimed_at"])
+
+    monkeypatch.setattr(delta, "table_schema", schema)
+    history = client.history_ends()
+    ends = {
+        Mark(queue, found.created_at_ms, state): end
+        for queue, found in history.queues.items()
+        for state, end in found.ends.items()
+    }
+    made_at = {mark.queue: mark.created_at_ms for mark in ends}
+    for name in TABLES:
+        table = place.make(name, history.store_id)
+        marks = {mark: end for mark, end in ends.items() if name in {mark.state, "attempts"}}
+        stretches = [HistoryStretch(*mark, 0, end) for mark, end in marks.items()]
+        batches = client.read(HistoryTicket(name, stretches, name != "attempts"))
+        table.commit(list(delta.write_rows(place, name, made_at, batches)), marks)
+    monkeypatch.undo()
+
+
+def test_an_archive_that_knew_no_first_claims_is_added_to(
+    spark: SparkSession, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.work(40)
+    archive_as_before(site, monkeypatch)
+    old = {table: site.live(table) for table in ("done", "failed")}
+    named_old = {table: {(r["queue"], r["message_id"]) for r in old[table]} for table in old}
+    assert all(row["first_claimed_at"] for rows in old.values() for row in rows)
+
+    def check(table: str, claims: dict[tuple[str, int], Any]) -> None:
+        rows = site.rows(table)
+        found = {(row["queue"], row["message_id"]): row["first_claimed_at"] for row in rows}
+        assert len(found) == len(rows)
+        assert {key: at for key, at in found.items() if key in named_old[table]} == dict.fromkeys(
+            named_old[table]
+        )
+        assert {key: at for key, at in found.items() if key not in named_old[table]} == claims
+
+    for table in old:
+        check(table, {})
+    site.work(40)
+    claims = {
+        table: {
+            (row["queue"], row["message_id"]): row["first_claimed_at"]
+            for row in site.live(table)
+            if (row["queue"], row["message_id"]) not in named_old[table]
+        }
+        for table in old
+    }
+    assert all(claims.values())
+    assert None not in claims["done"].values()
+    made = site.archive(spark)
+    assert made.trimmed > made.rows["done"] > 0
+    for _ in range(2):
+        for table in old:
+            check(table, claims[table])
+        # Files of both kinds become one.
+        optimize(site.place)
 
 
 def test_rows_are_there_once_wherever_they_are(spark: SparkSession, site: Site) -> None:

@@ -48,7 +48,8 @@ def rows(queue: str, numbers: Iterable[int]) -> pa.RecordBatch:
     made = [
         {
             "queue": queue, "message_id": 1_000 + number, "sequence": number,
-            "done_at": START + timedelta(seconds=number), "attempts": 1, "published_at": START,
+            "done_at": START + timedelta(seconds=number), "attempts": 1,
+            "first_claimed_at": START, "published_at": START,
             "group": "g", "priority": 0, "size": 2, "delay_ms": 5,
             "attributes": [("n", str(number))], "attributes_json": f'{{"n": {number}}}',
             "payload": b"xy",
@@ -194,7 +195,8 @@ def test_marks_and_rows_outlive_upkeep(place: str) -> None:
 def test_a_column_that_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = str(tmp_path)
     whole = delta.table_schema("done")
-    old = pa.schema([field for field in whole if field.name not in {"delay_ms", "attributes_json"}])
+    later = {"delay_ms", "attributes_json", "first_claimed_at"}
+    old = pa.schema([field for field in whole if field.name not in later])
     monkeypatch.setattr(delta, "table_schema", lambda _: old)
     add(place, "a", 0, 3)
     monkeypatch.undo()
@@ -204,13 +206,18 @@ def test_a_column_that_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         zip(*(table[name].to_pylist() for name in ("sequence", "delay_ms")), strict=True)
     )
     assert by_number == {0: None, 1: None, 2: None, 3: 5, 4: 5}
+    assert table["first_claimed_at"].null_count == 3
     archive = Archive.at(place)
     files = archive.tables()["done"].files()
     read = [
         row
-        for batch in read_rows(archive, "done", files, ("sequence", "delay_ms", "payload"))
+        for batch in read_rows(
+            archive, "done", files, ("sequence", "delay_ms", "first_claimed_at", "payload")
+        )
         for row in batch.to_pylist()
     ]
+    claims = {row["sequence"]: row["first_claimed_at"] for row in read}
+    assert claims == {0: None, 1: None, 2: None, 3: START, 4: START}
     assert {row["sequence"]: row["delay_ms"] for row in read} == {0: 0, 1: 0, 2: 0, 3: 5, 4: 5}
 
 

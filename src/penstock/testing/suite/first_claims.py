@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 from penstock.model import State
 from penstock.testing.suite.base import HOUR_MS, Suite, receipts_of
 
 __all__ = ["FirstClaimSuite"]
 
-RETRY = {"backoff_base_ms": 0, "backoff_cap_ms": 0}
+RETRY: Final[dict[str, Any]] = {"backoff_base_ms": 0, "backoff_cap_ms": 0}
 
 
 class FirstClaimSuite(Suite):
