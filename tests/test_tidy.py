@@ -403,11 +403,11 @@ BUDGETS = {
     "store/codec": 1_479,
     "store/kv": 6_624,
     "store/live": 2_440,
-    "store/sql": 8_894,
+    "store/sql": 8_908,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_562, 47_966, 220, 14_519
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_569, 47_967, 220, 14_519
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -484,7 +484,7 @@ class Model:
             assert (entry.group, entry.priority) == (copy.group, copy.message.priority)
             assert (entry.state, entry.attempts) == (state, copy.attempts)
             assert entry.published_at_ms == copy.published_at_ms
-            assert entry.first_claimed_ms in {None, copy.first_claimed_ms}
+            assert entry.first_claimed_ms == copy.first_claimed_ms
             if state in WAITING:
                 assert entry.visible_at_ms == copy.visible_at_ms
             elif state is State.IN_FLIGHT:

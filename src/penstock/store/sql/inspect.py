@@ -287,13 +287,14 @@ class SqlInspect(SqlMove):
 
 
 def _entry(queue: SqlQueue, state: State, row: tuple[Any, ...], metadata: Metadata) -> Entry:
-    more: dict[str, Any] = {}
+    # The last but the metadata.
+    more: dict[str, Any] = {"first_claimed_ms": row[-2] or None}
     if state in STATES:
         message_id, attempts, more["visible_at_ms"], vesting_ms, _, consumer, *_ = row
         if state is State.IN_FLIGHT:
             more |= {"lease_deadline_ms": vesting_ms, "consumer": consumer.decode()}
     else:
-        _, message_id, attempts, more["ended_at_ms"], reason, _ = row
+        _, message_id, attempts, more["ended_at_ms"], reason, *_ = row
         more["reason"] = reason.decode(errors="replace")
     return Entry(
         message_id=message_id,

@@ -1338,28 +1338,39 @@ CASE :state::integer
     WHEN 4 THEN lease_id IS NULL AND expires_at_ms <= :now_ms
     ELSE true END
 
+-- part: first_attempt
+-- When the attempt number 1 at the message of the row e began, if that is not in the row itself.
+(SELECT a.claimed_at_ms FROM attempts a
+ WHERE a.queue = e.queue AND a.message_id = e.message_id AND a.number = 1)
+
 -- name: page_items
 -- Live messages in a state, in the order of their ids. The metadata is looked up for each row: a join
 -- might be done by reading all.
-SELECT i.message_id, i.attempts, i.visible_at_ms, i.vesting_ms, i.lease_id IS NOT NULL, i.consumer,
-       i.claimed_at_ms, i.forgiven,
-       (SELECT m.metadata FROM messages m WHERE m.message_id = i.message_id)
-FROM items i
-WHERE i.queue = :queue AND i.message_id >= :begin AND i.message_id < :end AND {in_state}
-ORDER BY i.message_id LIMIT :count;
+SELECT e.message_id, e.attempts, e.visible_at_ms, e.vesting_ms, e.lease_id IS NOT NULL, e.consumer,
+       e.claimed_at_ms, e.forgiven,
+       CASE WHEN e.attempts = 1 AND e.lease_id IS NOT NULL THEN e.claimed_at_ms
+            WHEN e.attempts > 0 THEN {first_attempt} END,
+       (SELECT m.metadata FROM messages m WHERE m.message_id = e.message_id)
+FROM items e
+WHERE e.queue = :queue AND e.message_id >= :begin AND e.message_id < :end AND {in_state}
+ORDER BY e.message_id LIMIT :count;
+
+-- part: ended_columns
+-- Of a done or failed message. The row of a done one has its last attempt: the first of nearly all.
+e.sequence, e.message_id, e.attempts, e.ended_at_ms, e.reason,
+CASE WHEN e.attempts = 1 AND NOT e.failed THEN e.claimed_at_ms ELSE {first_attempt} END,
+(SELECT m.metadata FROM messages m WHERE m.message_id = e.message_id)
 
 -- name: page_ended
 -- Done or failed messages, in the order of their sequence.
-SELECT e.sequence, e.message_id, e.attempts, e.ended_at_ms, e.reason,
-       (SELECT m.metadata FROM messages m WHERE m.message_id = e.message_id)
+SELECT {ended_columns}
 FROM ended e
 WHERE e.queue = :queue AND e.failed = :failed AND e.sequence >= :begin AND e.sequence < :end
 ORDER BY e.sequence LIMIT :count;
 
 -- name: ended_message
 -- A done or failed message, and which of both it is.
-SELECT e.failed, e.sequence, e.message_id, e.attempts, e.ended_at_ms, e.reason,
-       (SELECT m.metadata FROM messages m WHERE m.message_id = e.message_id)
+SELECT e.failed, {ended_columns}
 FROM ended e WHERE e.queue = :queue AND e.message_id = :message_id;
 
 -- name: {each}_of

@@ -289,28 +289,31 @@ class SqlPinned:
         number, begin, end = _numbers(keys)
         state = STATES[State.IN_FLIGHT] if keys.table == "held" else ANY_STATE
         now = {"state": state, "now_ms": self.at_ms}
-        for rows in self._pages("page_items", begin, end, 8, queue=number, **now):
+        for rows in self._pages("page_items", begin, end, 9, queue=number, **now):
             yield [self._live_row(row) for row in rows]
 
     def _live_row(self, row: tuple[Any, ...]) -> LiveRow:
         message_id, attempts, visible_at_ms, vesting_ms, leased, consumer, claimed_at_ms = row[:7]
         # An empty record can't be decoded either.
-        forgiven, about = row[7], row[8] or b""
-        if leased and vesting_ms > self.at_ms:
+        forgiven, first_claimed_ms, about = row[7], row[8] or None, row[9] or b""
+        state, held = _AVAILABLE, None
+        if vesting_ms > self.at_ms:
+            state = _IN_FLIGHT if leased else _DELAYED
+        if state == _IN_FLIGHT:
             held = LeaseHolder(consumer.decode(), claimed_at_ms, vesting_ms)
-            return message_id, _IN_FLIGHT, attempts, visible_at_ms, held, about, forgiven
-        state = _DELAYED if vesting_ms > self.at_ms else _AVAILABLE
-        # A lease that is over, but not ended yet: the message waits since then.
-        visible_at_ms = vesting_ms if leased else visible_at_ms
-        return message_id, state, attempts, visible_at_ms, None, about, forgiven
+        elif leased:
+            # A lease that is over, but not ended yet: the message waits since then.
+            visible_at_ms = vesting_ms
+        told = held, first_claimed_ms
+        return message_id, state, attempts, visible_at_ms, told, about, forgiven
 
     def leases(self, rows: Sequence[LiveRow]) -> list[LeaseHolder | None]:
         """Return the holder of each of some live messages."""
-        return [row[4] for row in rows]
+        return [row[4][0] for row in rows]
 
     def first_claims(self, queue: str, rows: Sequence[LiveRow]) -> list[int | None]:  # noqa: ARG002
-        """Return when the first attempt at each live message began: nobody knows yet."""
-        return [None] * len(rows)
+        """Return when the first attempt at each live message began."""
+        return [row[4][1] for row in rows]
 
     def ended_rows(
         self, state: State, keys: Keys, low: int = 0, high: int = MAX_OFFSET
@@ -322,15 +325,8 @@ class SqlPinned:
         number, begin, end = _numbers(keys)
         begin, end = max(begin, low), min(end, high)
         failed = state is State.FAILED
-        for rows in self._pages("page_ended", begin, end, 5, queue=number, failed=failed):
-            yield (
-                [row[0] for row in rows],
-                [
-                    (row[1], None, row[3], row[2], row[5] or b"",
-                     row[4].decode(errors="replace"), None)
-                    for row in rows
-                ],
-            )  # fmt: skip
+        for rows in self._pages("page_ended", begin, end, 6, queue=number, failed=failed):
+            yield [row[0] for row in rows], [_ended_row(row) for row in rows]
 
     def attempt_rows(self, keys: Keys) -> Iterator[tuple[int, int, AttemptRecord]]:
         """Read ended attempts: message id, attempt, record."""
@@ -374,6 +370,12 @@ class SqlPinned:
         while rows := self._run("page_unheld", after=after, count=SIZE_ROWS):
             yield from (row[0] for row in rows)
             after = rows[-1][0]
+
+
+def _ended_row(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    _, message_id, attempts, ended_at_ms, reason, claimed_ms, about = row
+    why = reason.decode(errors="replace")
+    return message_id, None, ended_at_ms, attempts, about or b"", why, claimed_ms or None
 
 
 def _attempt(row: tuple[Any, ...]) -> tuple[int, int, AttemptRecord]:
