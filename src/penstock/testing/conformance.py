@@ -40,6 +40,7 @@ class BrokerConformance(
     DeliverySuite,
     SettlingSuite,
     FifoSuite,
+    FirstClaimSuite,
     KeepingSuite,
     MovingSuite,
     ExplainingSuite,
@@ -57,7 +58,7 @@ class ShortConformance(DeliverySuite, SettlingSuite, RestartingSuite):
     """The part of the contract that every message passes: for combinations of tested parts."""
 
 
-class UrlConformance(OnUrl, FirstClaimSuite, BrokerConformance):
+class UrlConformance(OnUrl, BrokerConformance):
     """The suite over a store URL; ``{place}`` in it stands for the test's directory."""
 
 
