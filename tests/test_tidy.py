@@ -390,7 +390,7 @@ BUDGETS = {
     "client": 2_455,
     "engines": 3_730,
     "filters": 1_405,
-    "flight": 3_885,
+    "flight": 3_895,
     "importers": 700,
     "integrations": 225,
     "integrations/django": 540,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_569, 47_967, 220, 14_519
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_579, 47_972, 220, 14_519
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -422,6 +422,26 @@ def test_changed_bucket_sizes_leave_nothing_out(
     assert store.read_table("active", partitions=6).num_rows == 5 * 37 - expected
 
 
+def test_a_queue_with_most_of_the_messages_is_in_many_parts(
+    broker: penstock.Broker, store: FlightStore
+) -> None:
+    for number in range(10):
+        broker.create_queue(f"q{number}", filter=f"kind = {number}")
+    kinds = [4 if number % 10 else number // 10 % 10 for number in range(400)]
+    for begin in range(0, 400, 20):
+        broker.publish(Message(b"x", {"kind": kind}) for kind in kinds[begin : begin + 20])
+    for number in range(10):
+        while taken := broker.claim(f"q{number}", limit=10):
+            broker.ack([each.receipt for each in taken])
+    for table in ("done", "attempts"):
+        plan = store.plan_read(table, columns=["queue"], partitions=4)
+        parts = [list(store.read(ticket)) for ticket in plan.tickets]
+        sizes = [sum(batch.num_rows for batch in part) for part in parts]
+        # Dealt out by their number, pieces would be 247 rows here and 12 there.
+        assert (sum(sizes), len(sizes)) == (400, 4)
+        assert max(sizes) <= 150, sizes
+
+
 def test_queues_are_chosen(kept_life: penstock.Broker, kept_store: FlightStore) -> None:
     for table in ("active", "attempts", "groups"):
         for chosen in ("q", ["q", "empty"], ["big"], []):

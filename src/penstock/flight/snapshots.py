@@ -88,6 +88,8 @@ def partition(
         span = where.span(_FOUND_BY.get(table, ""))
         low, high = max(low, span.low), min(high, span.high + 1)
     pieces: list[Piece] = []
+    # About how many rows each piece has, where pieces differ much.
+    weights: list[int] = []
     if low >= high:
         # Nothing can be in it.
         count = 1
@@ -120,11 +122,20 @@ def partition(
                 count = 1
         else:
             held = where is not None and not where.chosen("state", _WAITING)
-            pieces = list(_queue_pieces(pinned, table, chosen, count, low, high, held=held))
-    count = max(1, min(count, len(pieces)))
-    # Neighbours stay together.
-    borders = [len(pieces) * at // count for at in range(count + 1)]
-    return [pieces[borders[at] : borders[at + 1]] for at in range(count)]
+            for some, depth in _queue_pieces(pinned, table, chosen, count, low, high, held=held):
+                pieces += some
+                weights += [-(-depth // len(some))] * len(some)
+    return _dealt(pieces, weights or [1] * len(pieces), count)
+
+
+def _dealt(pieces: Sequence[Piece], weights: Sequence[int], count: int) -> list[Part]:
+    """Deal pieces out into parts of about the same weight; neighbours stay together."""
+    parts: list[Part] = [[] for _ in range(count)]
+    total, before = sum(weights), 0
+    for piece, weight in zip(pieces, weights, strict=True):
+        parts[(2 * before + weight) * count // (2 * total)].append(piece)
+        before += weight
+    return [part for part in parts if part] or [[]]
 
 
 def _queue_pieces(
@@ -136,18 +147,19 @@ def _queue_pieces(
     high: int,
     *,
     held: bool,
-) -> Iterator[Piece]:
-    """Cut each queue into as many pieces as its share of the rows asks for.
+) -> Iterator[tuple[list[Piece], int]]:
+    """Cut each queue into as many pieces as its share of the rows asks for; and say how many rows.
 
     ``held``: of active messages only those in flight, which are cut as for their attempts.
     """
     depths = [max(1, pinned.about(table, queue)) for queue in queues]
     total = sum(depths)
     for queue, depth in zip(queues, depths, strict=True):
-        share = max(1, -(-depth * count // total))
-        for keys in pinned.cut("attempts" if held else table, queue, share, low, high):
-            if keys.live or not held:
-                yield Piece(queue, keys, low, high)
+        share = -(-depth * count // total)
+        ranges = pinned.cut("attempts" if held else table, queue, share, low, high)
+        pieces = [Piece(queue, keys, low, high) for keys in ranges if keys.live or not held]
+        if pieces:
+            yield pieces, depth
 
 
 def of_queues(part: Part, queues: Sequence[str] | None) -> Part:
