@@ -398,7 +398,7 @@ BUDGETS = {
     "salvage": 1_190,
     "server": 9_653,
     "server/console": 1_926,
-    "spark": 5_410,
+    "spark": 5_503,
     "store": 1_906,
     "store/codec": 1_479,
     "store/kv": 6_624,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_579, 47_972, 220, 14_519
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_674, 48_035, 220, 14_519
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -28,6 +28,7 @@ from tests.objectstore.conftest import PREFIXES, bucket, seaweed
 import penstock
 from penstock.clock import SystemClock
 from penstock.flight.client import FlightStore
+from penstock.flight.snapshots import Snapshots
 from penstock.flight.writes import Stages
 from penstock.spark.delta import Archive
 from penstock.spark.route import status
@@ -82,6 +83,22 @@ from penstock.spark import session
 from penstock.spark.jobs import archive
 done = archive(session(), sys.argv[1], sys.argv[2])
 print(json.dumps({"rows": done.rows, "trimmed": done.trimmed}))
+"""
+
+REPORT = """
+import json, sys
+from penstock.spark import session
+from penstock.spark.jobs import report, save_report
+told = []
+for _ in range(2):
+    frames = report(session(), sys.argv[1])
+    found = {name: [row.asDict() for row in frame.collect()] for name, frame in frames.items()}
+    for row in (row for rows in found.values() for row in rows):
+        row.pop("oldest_wait_ms", None)
+    told.append(found)
+page = save_report(frames, sys.argv[2]).read_text()
+done = {row["queue"]: row["done"] for row in told[0]["queues"]}
+print(json.dumps({"same": told[0] == told[1], "done": done, "page": "out of stock" in page}))
 """
 
 
@@ -291,6 +308,37 @@ def test_an_archive_on_s3_from_workers_that_share_nothing_with_the_driver(
         table = DeltaTable(f"{place}/{name}", storage_options=Archive.at(place).storage)
         archived = table.to_pyarrow_table(columns=["queue", "message_id"])
         assert sorted(map(tuple, map(dict.values, archived.to_pylist()))) == ids
+
+
+def test_executors_that_are_killed_in_a_report(
+    cluster: Cluster, shop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Snapshots.read
+    killed: list[int] = []
+
+    def killing(self: Any, name: str, rows: Any, table: Any = None, part: int = 0) -> Any:
+        batches = read(self, name, rows, table, part)
+        yield from batches
+        if not killed and table is not None and table.selection.table == "attempts":
+            # A task waits for the end of this answer.
+            killed.extend(executors(cluster.group))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Snapshots, "read", killing)
+    program = tmp_path / "program.py"
+    program.write_text(REPORT)
+    command, environment = cluster.submit(program, shop.location, tmp_path / "report")
+    run = subprocess.run(
+        command, env=environment, timeout=600, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2_000:]
+    assert killed
+    done = {queue: shop.broker.stats(queue).done for queue in ("all", "dear")}
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert told == {"same": True, "done": done, "page": True}
+    # The driver writes: workers need not see its directory.
+    assert {path.name for path in (tmp_path / "report").iterdir()} >= {"groups.parquet"}
 
 
 def read_table(location: str, name: str) -> list[tuple[Any, ...]]:

@@ -65,6 +65,7 @@ def figures(number: int) -> dict[str, Any]:
         "delayed": 1,
         "in_flight": 0,
         "oldest_wait_ms": None if number else 150_000,
+        "first_claim_unknown": 0,
     }
 
 
@@ -133,6 +134,31 @@ def test_many_queues_and_groups_stay_readable() -> None:
     assert "show 200 rows" in html
     assert all(f'<td class="t">g{number}</td>' in html for number in range(200))
     assert html.count("<details>") == 4
+
+
+def test_columns_that_are_empty_are_left_out_and_times_are_not_broken() -> None:
+    given = frames(["a"], 3)
+    for row in given["slowest"]:
+        row.update(dict.fromkeys(("available", "delayed", "in_flight")))
+    html = page(given)
+    slowest = html.partition("Slowest groups")[2].partition("<h2>")[0]
+    assert "<th>available</th>" not in slowest
+    assert "<th>done</th>" in slowest
+    # A cell that is empty in some rows is shown as such.
+    assert "<th>oldest wait</th>" in slowest
+    assert slowest.count('<td class="n">–</td>') == 2
+    assert "td.n { white-space: nowrap; }" in html
+    assert '<td class="n">2030-01-31 12:00:00</td>' in slowest
+
+
+def test_rows_that_the_page_does_not_get_are_counted() -> None:
+    given = frames(["a", "b"], 3)
+    given["queues"][0]["first_claim_unknown"] = 1_234
+    html = page(given, {"groups": 70_000})
+    assert "show 70,000 rows" in html
+    assert "and 69,500 more, in groups.parquet" in html
+    assert "the first claim of 1,234 messages is not known" in html
+    assert "is not known" not in page(frames(["a"], 3))
 
 
 def test_a_report_of_nothing_says_so() -> None:

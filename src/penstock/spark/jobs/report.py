@@ -1,43 +1,46 @@
 """Report: throughput, waiting, attempts, failures and lag, per queue and per group.
 
-The report is DataFrames, and can be saved as one HTML page with plots as inline SVG; the page loads
-nothing from anywhere.
+Executors read one snapshot, in parts by queue and time, count where they read, and keep the merged
+figures; the tables of a report are small queries over those. The report can be saved as one HTML
+page with plots as inline SVG; the page loads nothing from anywhere.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from functools import reduce
+from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
-from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
+from penstock import limits
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import ReadCommand, SnapshotTicket
-from penstock.flight.tables import TIME, make_schema, schema_of
-from penstock.spark.jobs.figures import FIGURES, SHARES, figures, figures_of_rows
-from penstock.spark.sessions import snapshot, translated
-from penstock.spark.source import FEEDS
+from penstock.flight.tables import make_schema
+from penstock.spark.delta import Archive
+from penstock.spark.jobs.figures import CELLS, READS, SHARES, TIMES, WAITING, count, merged, step_of
+from penstock.spark.reader import TableReader, spark_schema
+from penstock.spark.sessions import parallelism, pinned, snapshot, translated
+from penstock.spark.source import FEEDS, Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql.datasource import InputPartition
 
-    Row = Mapping[str, Any]
+    Row: TypeAlias = Mapping[str, Any]
+    Part: TypeAlias = tuple[str, TableReader, InputPartition]
 
 SLOWEST: Final = 20
-_WAITING: Final = ("available", "delayed", "in_flight")
-_SECONDS: Final = (1, 5, 15, 60, 300, 900, 3_600, 21_600, 86_400)
-_SLOTS: Final = 120
+# Tables that may be too long for the driver's memory.
+_LONG: Final = {"groups", "reasons", "timeline"}
 
 
 def report(
@@ -56,206 +59,184 @@ def report(
     by the time to done. ``starving``: groups whose oldest message has waited longest. ``timeline``:
     done and failed by time. ``routing``: how far the logs are routed. Times are in milliseconds,
     of messages whose history is kept; ``archive``, the place of an archive, adds what that has.
-    All tables are read from one snapshot.
+    All tables are of one snapshot. Executors keep their rows, in memory or on disk, for as long as
+    the DataFrames live.
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
     client = FlightStore(location, token=token, ca=ca)
-    known = client.queues(queues)
-    with snapshot(client.location, spark=spark) as then:
-        read = _Reader(client, then.options["snapshot"], queues)
-        if archive is None:
-            found = _figures(read, sorted(known))
-        else:
-
-            def table(name: str, **options: Any) -> DataFrame:
-                if name in FEEDS:
-                    options["includeArchive"] = str(archive)
-                return then.table(name, queues=queues, **options)
-
-            with translated():
-                found = _shuffled(table).toArrow()
-        waiting, depths = read("groups"), read("queues", ("name", *_WAITING, "draining"))
-    frames = _frames(found, waiting, depths, int(then.at.timestamp() * 1000))
-    frames["routing"] = _routing(client)
+    client.queues(queues)
+    with snapshot(client.location, spark=spark) as then, translated():
+        count = min(max(2, parallelism(spark)), limits.MAX_PARTITIONS)
+        tasks = _tasks(client.location, then.options["snapshot"], queues, archive, count)
+        numbers = spark.range(0, count, 1, count)
+        counted = numbers.mapInArrow(partial(_count, tasks), from_arrow_schema(CELLS))
+        found = pinned(merged(counted))
+    ended = found.where("kind = 'queue'").agg(F.min("first_ended_us"), F.max("last_ended_us"))
+    first_us, last_us = (us or 0 for us in ended.collect()[0])
+    step = step_of(last_us // 1_000_000 - first_us // 1_000_000)
+    frames = _frames(found, int(then.at.timestamp() * 1000), step)
+    routing = _routing(client)
     # With a schema: Spark Connect guesses none of a table without rows.
-    return {
-        name: spark.createDataFrame(frame, from_arrow_schema(frame.schema))
-        for name, frame in frames.items()
-    }
+    frames["routing"] = spark.createDataFrame(routing, from_arrow_schema(routing.schema))
+    return frames
 
 
 def save_report(frames: Mapping[str, DataFrame], directory: str | Path) -> Path:
     """Write each DataFrame as Parquet, and one HTML page with plots; return the page's path.
 
-    Files of an earlier report are replaced.
+    Files of an earlier report are replaced. Rows come from the executors a piece at a time, and no
+    more of them are kept here than the page shows.
     """
     place = Path(directory).absolute()
     place.mkdir(parents=True, exist_ok=True)
-    rows = {}
+    rows: dict[str, list[Row]] = {}
+    counts: dict[str, int] = {}
     for name, frame in frames.items():
-        table = frame.toArrow()
-        pq.write_table(table, place / f"{name}.parquet")
-        rows[name] = table.to_pylist()
+        file = place / f"{name}.parquet"
+        if name not in _LONG:
+            table = frame.toArrow()
+            pq.write_table(table, file)
+            rows[name], counts[name] = table.to_pylist(), len(table)
+            continue
+        busiest = [row["queue"] for row in _busiest(rows["queues"])]
+        plotted = busiest if name == "timeline" else None
+        rows[name], counts[name] = _streamed(frame, file, plotted)
     written = place / "report.html"
-    written.write_text(page(rows), encoding="utf-8")
+    written.write_text(page(rows, counts), encoding="utf-8")
     return written
 
 
-# --- messages -------------------------------------------------------------------------------------
+# --- in tasks -------------------------------------------------------------------------------------
 
 
-# Of each table that figures are made of: the columns that are read of it.
-_MESSAGE: Final = ("message_id", "group", "attempts", "published_at")
-_READS: Final = {
-    "attempts": ("message_id", "claimed_at", "outcome", "reason"),
-    "active": _MESSAGE,
-    "done": (*_MESSAGE, "done_at"),
-    "failed": (*_MESSAGE, "failed_at"),
-}
+def _tasks(
+    location: str,
+    name: str,
+    queues: Sequence[str] | None,
+    archive: str | Path | None,
+    count: int,
+) -> list[list[Part]]:
+    """Give each of so many tasks its part of each table of a snapshot, and of an archive."""
+    chosen = None if queues is None else tuple(queues)
+    place = None if archive is None else Archive.at(archive)
+    tasks: list[list[Part]] = [[] for _ in range(count)]
+    for table, (columns, where) in READS.items():
+        more: dict[str, Any] = {"where": where}
+        if place is not None and table in FEEDS:
+            more = {"include_archive": place.place, "storage": place.storage}
+        options = Options(
+            location=location,
+            table=table,
+            queues=chosen,
+            columns=columns,
+            partitions=count,
+            snapshot=name,
+            **more,
+        )
+        reader = TableReader(options, spark_schema(options))
+        for number, part in enumerate(reader.partitions()):
+            tasks[number % count].append((table, reader, part))
+    return tasks
 
 
-class _Reader(NamedTuple):
-    """Reads tables of a snapshot through Flight."""
-
-    client: FlightStore
-    snapshot: str
-    # A key that may not read all queues names those that it wants.
-    queues: Sequence[str] | None
-
-    def __call__(
-        self, table: str, columns: Sequence[str] | None = None, queue: str | None = None
-    ) -> pa.Table:
-        """Read the chosen columns of a table, of one queue or of all."""
-        # Messages that wait, and were never claimed, have no figures.
-        where = "attempts > 0" if table == "active" else None
-        command = ReadCommand(table, queue=self.queues, columns=columns, where=where)
-        ticket = SnapshotTicket(self.snapshot, 0, command, None if queue is None else [queue])
-        return pa.Table.from_batches(self.client.read(ticket), schema_of(table, columns=columns))
+def _count(
+    tasks: Sequence[Sequence[Part]], batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    for number in (number for batch in batches for number in batch.column(0).to_pylist()):
+        for table, reader, part in tasks[number]:
+            yield from count(table, reader.read(part))
 
 
-def _figures(read: _Reader, queues: Sequence[str]) -> pa.Table:
-    """Read the history of each queue from a snapshot, and return the figures of all of them.
-
-    Spark would read as many rows, and shuffle them twice. Two queues are in memory at a time.
-    """
-
-    def of_queue(queue: str) -> pa.Table:
-        return figures(queue, **{name: read(name, of, queue) for name, of in _READS.items()})
-
-    with ThreadPoolExecutor(2) as threads:
-        return pa.concat_tables([FIGURES.empty_table(), *threads.map(of_queue, queues)])
+def _packed(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Pack each batch into one value, in the format of Arrow's streams."""
+    for batch in batches:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        packed = pa.array([sink.getvalue().to_pybytes()], pa.binary())
+        yield pa.record_batch([packed], names=["rows"])
 
 
-def _shuffled(table: Callable[..., DataFrame]) -> DataFrame:
-    """Return the same figures of tables with an archive: Spark brings the rows of a queue together.
-
-    Those of one queue are in memory of one executor.
-    """
-    parts = [
-        table(name, columns=("queue", *columns)).withColumn("table", F.lit(name))
-        for name, columns in _READS.items()
-    ]
-    rows = reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), parts)
-    rows = rows.where("`table` <> 'active' OR attempts > 0")
-    return rows.groupBy("queue").applyInArrow(figures_of_rows, from_arrow_schema(FIGURES))
+def _streamed(
+    frame: DataFrame, file: Path, queues: Collection[str] | None = None
+) -> tuple[list[Row], int]:
+    """Write a DataFrame to a file; return its first rows, or those of queues, and their number."""
+    schema = to_arrow_schema(frame.schema, timezone="UTC")
+    kept: list[Row] = []
+    total = 0
+    with pq.ParquetWriter(file, schema) as writer:
+        for packed in frame.mapInArrow(_packed, "rows binary").toLocalIterator():
+            table = pa.ipc.open_stream(packed[0]).read_all().cast(schema)
+            writer.write_table(table)
+            total += len(table)
+            if queues is None:
+                kept += table.slice(0, _ROWS - len(kept)).to_pylist()
+            else:
+                named = pc.is_in(table.column("queue"), pa.array(queues, pa.string()))
+                kept += table.filter(named).to_pylist()
+    return kept, total
 
 
 # --- tables of the report -------------------------------------------------------------------------
 
 
-def _frames(
-    found: pa.Table, waiting: pa.Table, depths: pa.Table, at_ms: int
-) -> dict[str, pa.Table]:
-    """Make the tables of a report, of figures, of groups that wait, and of queues' depths."""
-    since = pc.divide(waiting.column("oldest_published_at").cast(pa.int64()), 1000)
-    wait = pc.max_element_wise(pc.subtract(at_ms, since), 0, skip_nulls=False)
-    waiting = waiting.drop_columns("oldest_published_at").append_column("oldest_wait_ms", wait)
-    oldest = waiting.group_by("queue").aggregate([("oldest_wait_ms", "max")])
-    oldest = oldest.rename_columns({"oldest_wait_ms_max": "oldest_wait_ms"})
-    queues = _of(found, "queue").join(
-        depths.rename_columns({"name": "queue"}), "queue", join_type="full outer"
-    )
-    queues = _with_zeros(queues.join(oldest, "queue"))
-    groups = _of(found, "queue", "group").join(waiting, ["queue", "group"], join_type="full outer")
-    groups = _with_zeros(groups)
-    failing = _of_kind(found, "reason")
-    reasons = pa.table(
-        {
-            "queue": failing.column("queue"),
-            "outcome": failing.column("state"),
-            "reason": failing.column("reason"),
-            "attempts": failing.column("attempts").cast(pa.int64()),
-            "messages": failing.column("messages"),
-        }
-    )
-    attempts = _of_kind(found, "attempts").select(["queue", "state", "attempts", "messages"])
-    starving = ["queue", "group", *_WAITING, "done", "oldest_wait_ms"]
+def _frames(found: DataFrame, at_ms: int, step: int) -> dict[str, DataFrame]:
+    """Make the tables of a report of merged figures."""
+
+    def of(kind: str, rows: DataFrame = found) -> DataFrame:
+        return rows.where(F.col("kind") == kind)
+
+    def highest(column: str) -> DataFrame:
+        known = groups.where(F.col(column).isNotNull())
+        return known.orderBy(F.desc(column), "queue", "group").limit(SLOWEST)
+
+    # Few rows are sorted by one task, without a shuffle.
+    few = found.coalesce(1)
+    draining = (F.col("draining") > 0).alias("draining")
+    queues = of("queue", few).select("queue", *_sums(), draining, *_last(at_ms))
+    groups = of("group").select("queue", F.col("name").alias("group"), *_sums(), *_last(at_ms))
+    by_reason = of("reason").groupBy("queue", F.col("name").alias("outcome"), "reason")
+    tried, messages = F.sum("messages").alias("attempts"), F.sum("different").alias("messages")
+    number = F.col("number").cast("int").alias("attempts")
+    attempts = of("attempts", few).select("queue", F.col("name").alias("state"), number, "messages")
+    slot = F.timestamp_seconds(F.col("number") - F.pmod("number", F.lit(step))).alias("at")
+    ended = (F.sum(name).alias(name) for name in ("done", "failed"))
+    timeline = of("second", few).groupBy("queue", slot).agg(*ended, F.lit(step).alias("seconds"))
+    starving = ("queue", "group", *WAITING, "done", "oldest_wait_ms")
     return {
-        "queues": _sorted(queues, "queue"),
-        "groups": _sorted(groups, "queue", "group"),
-        "reasons": _sorted(reasons, "-attempts", "queue", "reason"),
-        "attempts": _sorted(attempts, "queue", "state", "attempts"),
-        "slowest": _highest(groups, "done_p99_ms"),
-        "starving": _highest(groups, "oldest_wait_ms").select(starving),
-        "timeline": _timeline(_of_kind(found, "second")),
+        "queues": queues.sortWithinPartitions("queue"),
+        "groups": groups.orderBy("queue", "group"),
+        "reasons": by_reason.agg(tried, messages).orderBy(F.desc("attempts"), "queue", "reason"),
+        "attempts": attempts.sortWithinPartitions("queue", "state", "attempts"),
+        "slowest": highest("done_p99_ms"),
+        "starving": highest("oldest_wait_ms").select(*starving),
+        "timeline": timeline.sortWithinPartitions("queue", "at"),
     }
 
 
-def _of_kind(found: pa.Table, kind: str) -> pa.Table:
-    return found.filter(pc.equal(found.column("kind"), kind))
-
-
-def _of(found: pa.Table, *keys: str) -> pa.Table:
-    """Return the figures of queues, or of groups."""
-    own = _of_kind(found, keys[-1])
-    columns = {name: own.column(name) for name in (*keys, "done", "failed")}
+def _sums() -> Iterator[Column]:
+    """Give the figures of a queue or of a group."""
+    done = F.coalesce("done", F.lit(0))
+    yield done.alias("done")
+    yield F.coalesce("failed", F.lit(0)).alias("failed")
     for name in ("first_ended", "last_ended"):
-        columns[f"{name}_at"] = own.column(f"{name}_us").cast(TIME)
-    columns["attempts_mean"] = _rounded(own.column("attempts_mean"), 3)
-    columns["attempts_max"] = own.column("attempts_max")
-    for name in (f"{what}_{share}_ms" for what in ("first_claim", "done") for share in SHARES):
-        columns[name] = own.column(name)
-    took = pc.subtract(own.column("last_ended_us"), own.column("first_ended_us"))
-    seconds = pc.max_element_wise(pc.divide(took.cast(pa.float64()), 1e6), 1.0)
-    columns["done_per_second"] = _rounded(pc.divide(own.column("done"), seconds), 2)
-    return pa.table(columns)
+        yield F.timestamp_micros(f"{name}_us").alias(f"{name}_at")
+    yield F.round(F.try_divide("spent", F.col("done") + F.col("failed")), 3).alias("attempts_mean")
+    # Nothing may have been claimed yet.
+    yield F.coalesce(F.col("attempts_max").cast("int"), F.lit(0)).alias("attempts_max")
+    yield from (F.col(f"{what}_{share}_ms") for what in TIMES for share in SHARES)
+    took = (F.col("last_ended_us") - F.col("first_ended_us")) / 1e6
+    yield F.round(done / F.greatest(took, F.lit(1.0)), 2).alias("done_per_second")
+    yield from map(F.col, WAITING)
 
 
-def _rounded(values: pa.ChunkedArray, digits: int) -> pa.ChunkedArray:
-    return pc.round(values, digits, round_mode="half_towards_infinity")
-
-
-def _with_zeros(rows: pa.Table) -> pa.Table:
-    """Say 0 for groups and queues in which nothing has been claimed yet."""
-    for name in ("done", "failed", "attempts_max", "done_per_second"):
-        filled = pc.fill_null(rows.column(name), 0)
-        rows = rows.set_column(rows.column_names.index(name), name, filled)
-    return rows
-
-
-def _sorted(rows: pa.Table, *columns: str) -> pa.Table:
-    """Sort by columns; by those with a minus the highest first."""
-    return rows.sort_by(
-        [(name.lstrip("-"), "descending" if name[0] == "-" else "ascending") for name in columns]
-    )
-
-
-def _highest(groups: pa.Table, column: str) -> pa.Table:
-    known = groups.filter(groups.column(column).is_valid())
-    return _sorted(known, f"-{column}", "queue", "group").slice(0, SLOWEST)
-
-
-def _timeline(by_second: pa.Table) -> pa.Table:
-    bounds = pc.min_max(by_second.column("second")).as_py()
-    width = (bounds["max"] or 0) - (bounds["min"] or 0)
-    step = next((each for each in _SECONDS if width / each <= _SLOTS), _SECONDS[-1])
-    slot = pc.multiply(pc.divide(by_second.column("second"), step), step * 1_000_000)
-    rows = by_second.append_column("at", slot.cast(TIME)).group_by(["queue", "at"])
-    rows = rows.aggregate([("done", "sum"), ("failed", "sum")])
-    rows = rows.rename_columns({"done_sum": "done", "failed_sum": "failed"})
-    rows = rows.append_column("seconds", pa.repeat(pa.scalar(step, pa.int32()), len(rows)))
-    return _sorted(rows.select(["queue", "at", "done", "failed", "seconds"]), "queue", "at")
+def _last(at_ms: int) -> Iterator[Column]:
+    """Give the last columns of a queue or of a group: those that are mostly empty."""
+    waited = F.lit(at_ms) - F.expr("oldest_us div 1000")
+    waited = F.when(F.col("oldest_us").isNotNull(), F.greatest(waited, F.lit(0)))
+    yield waited.alias("oldest_wait_ms")
+    yield F.coalesce("unknown", F.lit(0)).alias("first_claim_unknown")
 
 
 def _routing(client: FlightStore) -> pa.Table:
@@ -284,7 +265,7 @@ dl div { border: 1px solid #d0d7de; border-radius: 6px; padding: 8px 16px; min-w
 div.wide { overflow-x: auto; } svg text { font-size: 12px; }
 table { border-collapse: collapse; font-size: 13px; }
 th, td { border-bottom: 1px solid #d8dee4; padding: 4px 8px; text-align: right; }
-td.t { text-align: left; overflow-wrap: anywhere; }
+td.t { text-align: left; overflow-wrap: anywhere; } td.n { white-space: nowrap; }
 """
 _WORDS: Final = {"p50": "median", "p90": "90 %", "p99": "99 %", "lag": "to be routed"}
 _BARS: Final = {
@@ -307,18 +288,21 @@ _TABLES: Final = {
 }
 
 
-def page(frames: Mapping[str, Sequence[Row]]) -> str:
-    """Return the whole page, from the rows of each DataFrame of a report."""
+def page(frames: Mapping[str, Sequence[Row]], counts: Mapping[str, int] | None = None) -> str:
+    """Return the whole page, from rows of each DataFrame of a report, and how many it has."""
     queues = [
         {**row, "waiting": (row.get("available") or 0) + (row.get("delayed") or 0)}
         for row in frames.get("queues", ())
     ]
     body = [_summary(queues, frames.get("routing", ()))]
     body += [f"<h2>{title}</h2>{_bars(queues, names)}" for title, names in _BARS.items()]
-    body.append(f"<h2>Done by time</h2>{_lines(frames.get('timeline', ()))}")
+    ended = sum(row.get("first_ended_at") is not None for row in queues)
+    body.append(f"<h2>Done by time</h2>{_lines(frames.get('timeline', ()), ended)}")
     for name, title in _TABLES.items():
         if name in frames:
-            body.append(f"<h2>{title}</h2>{_table(frames[name], f'{name}.parquet')}")
+            rows = frames[name]
+            shown = _table(rows, (counts or {}).get(name, len(rows)), f"{name}.parquet")
+            body.append(f"<h2>{title}</h2>{shown}")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>Penstock report</title><style>{_STYLE}</style></head><body>"
@@ -341,7 +325,12 @@ def _summary(queues: Sequence[Row], routing: Sequence[Row]) -> str:
     span = "no message has ended yet"
     if firsts:
         span = f"messages that ended from {_time(min(firsts))} to {_time(max(lasts))} UTC"
-    return f"{_note(span)}<dl>{tiles}</dl>"
+    unknown = sum(row.get("first_claim_unknown") or 0 for row in queues)
+    told = (
+        f"the first claim of {unknown:,} messages is not known: an earlier version of Penstock did"
+    )
+    told += " not keep it. They are not in the times to the first claim"
+    return f"{_note(span)}<dl>{tiles}</dl>{_note(told) * bool(unknown)}"
 
 
 # --- plots ----------------------------------------------------------------------------------------
@@ -387,7 +376,11 @@ def _bars(rows: Sequence[Row], names: Mapping[str, str]) -> str:
     return _svg(y, list(names.values()), parts) + more
 
 
-def _lines(rows: Sequence[Row]) -> str:
+def _busiest(queues: Sequence[Row]) -> list[Row]:
+    return sorted(queues, key=lambda row: -row["done"])[: len(_COLOURS)]
+
+
+def _lines(rows: Sequence[Row], queues: int) -> str:
     """Draw done messages by time, a line for each of the busiest queues."""
     if not rows:
         return _note("nothing to show yet: no message has ended")
@@ -418,8 +411,8 @@ def _lines(rows: Sequence[Row]) -> str:
         parts.append(
             f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>'
         )
-    more = len(by_queue) > len(busiest)
-    shown = f"; the {len(busiest)} busiest of {len(by_queue):,} queues" if more else ""
+    more = queues > len(busiest)
+    shown = f"; the {len(busiest)} busiest of {queues:,} queues" if more else ""
     note = _note(f"messages for every {_duration(step.total_seconds() * 1_000)}, UTC{shown}")
     return _svg(base + 26, busiest, parts) + note
 
@@ -437,19 +430,20 @@ def _round_up(value: int) -> int:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[Row], file: str) -> str:
+def _table(rows: Sequence[Row], count: int, file: str) -> str:
+    """Show the first rows of so many, without columns that are empty in all of them."""
     if not rows:
         return _note("nothing to show")
-    heads = "".join(f"<th>{_head(name)}</th>" for name in rows[0])
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows[:_ROWS])]
+    heads = "".join(f"<th>{_head(name)}</th>" for name in names)
     body = "".join(
-        "<tr>" + "".join(_cell(name, value) for name, value in row.items()) + "</tr>"
-        for row in rows[:_ROWS]
+        "<tr>" + "".join(_cell(name, row[name]) for name in names) + "</tr>" for row in rows[:_ROWS]
     )
     made = f'<div class="wide"><table><tr>{heads}</tr>{body}</table></div>'
-    if len(rows) > _ROWS:
-        made += _note(f"and {len(rows) - _ROWS:,} more, in {file}")
-    if len(rows) > _UNFOLDED:
-        made = f"<details><summary>show {len(rows):,} rows</summary>{made}</details>"
+    if count > _ROWS:
+        made += _note(f"and {count - _ROWS:,} more, in {file}")
+    if count > _UNFOLDED:
+        made = f"<details><summary>show {count:,} rows</summary>{made}</details>"
     return made
 
 
