@@ -384,13 +384,13 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_584,
+    ".": 3590,
     "broker": 3_596,
-    "cli": 3_335,
+    "cli": 3_352,
     "client": 2_455,
     "engines": 3_730,
     "filters": 1_405,
-    "flight": 3_895,
+    "flight": 3_972,
     "importers": 700,
     "integrations": 225,
     "integrations/django": 540,
@@ -398,16 +398,16 @@ BUDGETS = {
     "salvage": 1_190,
     "server": 9_653,
     "server/console": 1_926,
-    "spark": 5_503,
-    "store": 1_906,
+    "spark": 5822,
+    "store": 1_909,
     "store/codec": 1_479,
-    "store/kv": 6_624,
+    "store/kv": 6_632,
     "store/live": 2_440,
-    "store/sql": 8_908,
+    "store/sql": 8_916,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 68_674, 48_035, 220, 14_519
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 69_113, 48_328, 223, 14_528
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -97,6 +97,7 @@ MAX_RESTORES: Final = 4
 # --- waiting for a Flight server ----------------------------------------------------------------
 # How long calls that may be repeated are repeated while nobody answers.
 MAX_UNREACHABLE_MS: Final = 10_000
+MAX_AWAY_MS: Final = 300_000
 MAX_CALL_MS: Final = 10_000
 MAX_WORK_CALL_MS: Final = 60_000
 MAX_BULK_CALL_MS: Final = 600_000

@@ -551,13 +551,18 @@ class LogStretch(msgspec.Struct, frozen=True):
 class RoutePlan(msgspec.Struct, frozen=True):
     """The stretches that a router may match next; the live filters do not change within one.
 
-    ``epoch`` is the one that may assign now; ``lag`` counts offsets, by log.
+    ``epoch`` is the one that may assign now; ``lag`` counts offsets, by log. ``cursors``, ``end``
+    and ``earliest`` are those of the log, whose store is ``store_id``.
     """
 
     epoch: int
     filters_version: int
     stretches: list[LogStretch]
     lag: dict[int, int]
+    cursors: dict[int, int]
+    store_id: str
+    end: int
+    earliest: int
 
 
 class LiveFilters(msgspec.Struct, frozen=True):

@@ -11,10 +11,11 @@ from tests.ports import free_ports
 from tests.server.conftest import issue
 
 import penstock
+from penstock import limits
 from penstock.errors import InvalidUrl, ServerUnreachable
-from penstock.flight import client as flight_client
-from penstock.flight.client import FlightStore, locate
+from penstock.flight.client import FlightStore
 from penstock.flight.listener import in_process_server
+from penstock.flight.location import locate
 from penstock.server import running
 from penstock.spark.sessions import place_of
 from penstock.spark.source import read_options
@@ -40,7 +41,7 @@ def test_the_first_is_down() -> None:
 
 
 def test_a_server_that_goes_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_client, "BACKOFF_MS", (10,))
+    monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 0)
     with penstock.open("memory:") as broker:
         broker.create_queue("q")
         first, second = in_process_server(broker), in_process_server(broker)

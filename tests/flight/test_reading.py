@@ -10,7 +10,7 @@ import pytest
 
 from penstock import InvalidFilter, InvalidInput, Message, QueueNotFound, limits
 from penstock.errors import ServerBusy
-from penstock.flight import TABLES, client, schema_of
+from penstock.flight import TABLES, schema_of
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import LogTicket
 from penstock.flight.tables import WITH_PAYLOAD
@@ -536,7 +536,7 @@ def test_idle_snapshots_expire(
 def test_snapshots_are_bounded(
     life: penstock.Broker, store: FlightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "BACKOFF_MS", ())
+    monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 0)
     # Without keys the clients of one host have one share: half, while there are no others.
     most = life.max_views // 2
     unread = [store.plan_read("queues").tickets[0] for _ in range(most)]

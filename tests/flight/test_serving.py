@@ -204,7 +204,7 @@ def test_a_read_that_never_ends_is_ended(broker: penstock.Broker, go_on: threadi
 def test_a_client_waits_for_a_server_to_come_back(
     broker: penstock.Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.flight.client.BACKOFF_MS", (100,) * 600)
+    monkeypatch.setattr("penstock.flight.client.BACKOFF_MS", (100,))
     monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 60_000)
     server = in_process_server(broker, port=free_ports(1)[0])
     store = FlightStore(server.location)
@@ -224,7 +224,7 @@ def test_a_client_waits_for_a_server_to_come_back(
 
 
 def test_a_server_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.flight.client.BACKOFF_MS", (1, 1))
+    monkeypatch.setattr("penstock.limits.MAX_UNREACHABLE_MS", 0)
     store = FlightStore("grpc://127.0.0.1:9")
     with pytest.raises(ServerUnreachable):
         store.info()
@@ -246,7 +246,7 @@ def test_a_store_travels_by_pickle(broker: penstock.Broker, store: FlightStore) 
 def test_info_says_which_store(broker: penstock.Broker, store: FlightStore) -> None:
     info = store.info()
     assert info.version == penstock.__version__
-    assert (info.design, info.routing, info.protocol) == (broker.info().design, "inline", 3)
+    assert (info.design, info.routing, info.protocol) == (broker.info().design, "inline", 4)
     assert info.store_id == store.plan_read("log").facts.store_id
     assert store.log_stats() == broker.log_stats()
     assert store.sweep().total == 0
@@ -255,8 +255,8 @@ def test_info_says_which_store(broker: penstock.Broker, store: FlightStore) -> N
 def test_a_client_of_another_protocol_is_refused_in_one_line(
     store: FlightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "PROTOCOL", 4)
-    text = "the client speaks version 4 of the Flight protocol, this server version 3: install"
+    monkeypatch.setattr(protocol, "PROTOCOL", 5)
+    text = "the client speaks version 5 of the Flight protocol, this server version 4: install"
     reads = (
         store.info,
         lambda: store.plan_read("log"),

@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock import InvalidInput, InvalidMessage, limits
 from penstock.errors import DiskFull, ServerBusy
-from penstock.flight import client, protocol
+from penstock.flight import protocol
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import Published
 from penstock.server import in_process_server
@@ -101,7 +101,7 @@ def test_spools_have_bounds(
     broker: penstock.Broker, monkeypatch: pytest.MonkeyPatch, bound: str, most: int, says: str
 ) -> None:
     monkeypatch.setattr(limits, bound, most)
-    monkeypatch.setattr(client, "BACKOFF_MS", ())
+    monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 0)
     with in_process_server(broker) as server:
         store = FlightStore(server.location)
         store.spool("write", "part", [rows(100)])

@@ -359,3 +359,81 @@ def test_an_inline_store_has_nothing_to_route(broker: penstock.Broker, store: Fl
     with pytest.raises(QueueExists):
         broker.create_queue("q", filter="n = 1")
     assert store.filters(broker.log_stats().end).filters == {"q": "queue = 'q'"}
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def part(store: FlightStore, name: str, rows: Sequence[tuple[int, str]], **fields: int) -> str:
+    """Stage some of the assignments of a stretch."""
+    given = {"log": 0, "begin": 1, "end": 11, **fields}
+    store.stage(name, pairs(rows), **given, part=True)
+    return name
+
+
+def ids_in(broker: penstock.Broker, queue: str) -> list[int]:
+    return sorted(entry.message_id for entry in broker.browse(queue, limit=1_000))
+
+
+def test_parts_of_a_stretch_are_all_of_it_together(
+    piped: penstock.Broker, piped_store: FlightStore
+) -> None:
+    store = piped_store
+    for name in ("a", "b"):
+        piped.create_queue(name, filter="n >= 0")
+    publish(piped, 20)
+    names = [
+        part(store, "x-1", [(1, "a"), (4, "a"), (4, "b")]),
+        # One message may be in several parts, for other queues or for the same.
+        part(store, "x-2", [(9, "b"), (1, "b"), (4, "a")]),
+        part(store, "x-none", []),
+        part(store, "y-1", [(12, "a")], begin=11, end=21),
+    ]
+    # Nothing is assigned before the commit, which alone knows whether they are all.
+    assert piped.log_stats().routed_up_to == 1
+    part(store, "x-late", [(2, "a")])
+    done = store.commit_stages(names, others="x-")
+    assert [(each.status, each.placed) for each in done] == [("applied", 6)]
+    assert (ids_in(piped, "a"), ids_in(piped, "b")) == ([1, 4, 12], [1, 4, 9])
+    # What another attempt has left is gone, and the same commit may come again.
+    with pytest.raises(InvalidInput, match="'x-late' is not here"):
+        store.commit_stages(["x-late"])
+    assert [each.status for each in store.commit_stages(names, others="x-")] == ["stale"]
+    assert (ids_in(piped, "a"), ids_in(piped, "b")) == ([1, 4, 12], [1, 4, 9])
+
+
+def test_parts_that_are_given_up(piped: penstock.Broker, piped_store: FlightStore) -> None:
+    store = piped_store
+    piped.create_queue("q", filter="n >= 0")
+    publish(piped, 10)
+    for name in ("x-1", "x-2", "y-1"):
+        part(store, name, [(1, "q")])
+    assert store.drop_stages(["x-1"], others="x-") == 2
+    assert store.drop_stages([], others="") == 0
+    with pytest.raises(InvalidInput, match="assigned with the others, by their commit"):
+        store.stage("z", [], log=0, begin=1, end=11, part=True, assign=True)
+    # Filters that change meanwhile are told by the commit, of all parts.
+    version = store.route_plan().filters_version
+    names = [
+        part(store, "x-1", [(1, "q")], filters_version=version),
+        part(store, "x-2", [(2, "q")], filters_version=version),
+    ]
+    piped.update_queue("q", filter="n < 0", from_offset=2)
+    assert [each.status for each in store.commit_stages(names)] == ["outdated"]
+    assert ids_in(piped, "q") == []
+
+
+def test_a_stage_that_another_has_made_needless_takes_no_room(
+    piped: penstock.Broker, piped_store: FlightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = piped_store
+    piped.create_queue("q", filter="n >= 0")
+    publish(piped, 100)
+    # Room for one of them.
+    monkeypatch.setattr(limits, "MAX_STAGED_BYTES", 2_000)
+    rows = pairs([(offset, "q") for offset in range(1, 101)])
+    for name in ("first", "again", "and again"):
+        store.stage(name, rows, log=0, begin=1, end=101, assign=True)
+    stages = store.commit_stages(["again"])
+    assert [(each.status, each.placed) for each in stages] == [("stale", 0)]
+    assert piped.stats("q").available == 100

@@ -272,7 +272,7 @@ def tls_settings(certs: Any, *, mutual: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.flight.client.BACKOFF_MS", (1,))
+    monkeypatch.setattr("penstock.limits.MAX_UNREACHABLE_MS", 0)
 
 
 @pytest.mark.usefixtures("impatient")

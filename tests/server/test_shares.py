@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 import penstock
 from penstock import InvalidInput, ManualClock, Message, ServerBusy, limits
-from penstock.flight import client, tables
+from penstock.flight import tables
 from penstock.flight.client import FlightStore
 from penstock.flight.snapshots import Snapshot, Snapshots, TableParts, partition
 from penstock.server import running
@@ -47,7 +47,7 @@ def start(
 ) -> Callable[..., Any]:
     """Serve with keys; what is refused is not tried again."""
     assert keys
-    monkeypatch.setattr(client, "BACKOFF_MS", ())
+    monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 0)
     return lambda **settings: running(broker, keys=tmp_path / "keys.toml", **settings)
 
 

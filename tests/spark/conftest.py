@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,6 @@ from penstock.server import in_process_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
 
@@ -23,28 +23,19 @@ if TYPE_CHECKING:
     from penstock.server import FlightListener
 
 
-# Read by every Python that the session starts: after the waits that a client has anyway it goes on
-# waiting, for a server that takes longer to come back on a busy machine.
-# The client is patched when it is imported: Spark gives a Python ten seconds to start.
+# Read by every Python that the session starts: a note says how long a client waits for a server,
+# which may take long to come back on a busy machine; without text it waits as it would.
+# The location is patched when it is imported: Spark gives a Python ten seconds to start.
 PATIENCE = """
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
-from itertools import chain, islice, repeat
 from pathlib import Path
-
-
-class Waits:
-    def __init__(self, own):
-        self.own = own
-
-    def __iter__(self):
-        return islice(chain(self.own, repeat(1_000)), int(Path({note!r}).read_text()))
 
 
 class Patient(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "penstock.flight.client":
+        if name != "penstock.flight.location":
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
@@ -52,8 +43,12 @@ class Patient(MetaPathFinder):
 
         def patched(module):
             run(module)
-            module.BACKOFF_MS = Waits(module.BACKOFF_MS)
-            module.limits.MAX_UNREACHABLE_MS = 600_000
+            own = module.Location.patience_ms.fget
+
+            def patience_ms(location):
+                return int(Path({note!r}).read_text() or own(location))
+
+            module.Location.patience_ms = property(patience_ms)
 
         spec.loader.exec_module = patched
         return spec
@@ -61,7 +56,7 @@ class Patient(MetaPathFinder):
 
 sys.meta_path.insert(0, Patient())
 """
-MANY_TRIES = 300
+LONG_MS = 600_000
 
 
 @pytest.fixture(scope="session")
@@ -82,33 +77,41 @@ def java() -> None:
 
 
 @pytest.fixture(scope="session")
-def tries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the file that says how often Spark's Python asks for a broker that does not answer."""
-    note = tmp_path_factory.mktemp("patience") / "tries"
-    note.write_text(str(MANY_TRIES))
+def patience(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the file that says how long Spark's Python waits for a broker that does not answer."""
+    note = tmp_path_factory.mktemp("patience") / "patience"
+    note.write_text(str(LONG_MS))
     return note
 
 
 @pytest.fixture
-def impatient(tries: Path) -> Iterator[None]:
+def impatient(patience: Path) -> Iterator[None]:
     """Have Spark's Python give up on a broker that is not there at once."""
-    tries.write_text("1")
+    patience.write_text("1")
     yield
-    tries.write_text(str(MANY_TRIES))
+    patience.write_text(str(LONG_MS))
+
+
+@pytest.fixture
+def as_patient_as_told(patience: Path) -> Iterator[None]:
+    """Have Spark's Python wait for as long as the option ``retryFor`` says."""
+    patience.write_text("")
+    yield
+    patience.write_text(str(LONG_MS))
 
 
 @pytest.fixture(scope="session")
 def spark(
-    java: None, tries: Path, tmp_path_factory: pytest.TempPathFactory
+    java: None, patience: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SparkSession]:
     """Give the session; a task is tried up to four times, as on a cluster."""
     from penstock.spark import session  # noqa: PLC0415 - pyspark may be missing
 
     place = tmp_path_factory.mktemp("spark")
-    tries.with_name("sitecustomize.py").write_text(PATIENCE.format(note=str(tries)))
+    patience.with_name("sitecustomize.py").write_text(PATIENCE.format(note=str(patience)))
     known = os.environ.get("PYTHONPATH")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tries.parent), known])))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(patience.parent), known])))
         running = session(
             "local[2,4]",
             conf={
@@ -268,6 +271,41 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 def world(make_world: Callable[..., World]) -> World:
     """Give a broker whose store is routed by a pipeline."""
     return make_world()
+
+
+def python_workers(spark: SparkSession) -> list[int]:
+    """Return the Python processes that run tasks now; not those that plan on the driver's side."""
+    java = spark.sparkContext._gateway.proc.pid  # type: ignore[union-attr]
+    parents: dict[int, tuple[int, str]] = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(place.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            command = place.joinpath("cmdline").read_bytes().decode().replace("\0", " ")
+        except OSError:
+            continue
+        parents[int(place.name)] = (parent, command)
+    daemons = {
+        pid
+        for pid, (parent, command) in parents.items()
+        if parent == java and command.rstrip().endswith("pyspark.daemon pyspark.worker")
+    }
+    return [pid for pid, (parent, _) in parents.items() if parent in daemons]
+
+
+@pytest.fixture
+def actions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give a list of the actions that brokers of this process are asked for over Flight."""
+    from penstock.flight.service import FlightService  # noqa: PLC0415 - pyarrow may be missing
+
+    asked: list[str] = []
+    do_action = FlightService.do_action
+
+    def noting(self: Any, context: Any, action: Any) -> Any:
+        asked.append(action.type)
+        return do_action(self, context, action)
+
+    monkeypatch.setattr(FlightService, "do_action", noting)
+    return asked
 
 
 # --- a store with a history, for the jobs ---------------------------------------------------------

@@ -164,9 +164,51 @@ def test_tables_publishing_and_the_log(
     assert answers["error"].endswith("penstock.errors.QueueNotFound: no queue named 'never'")
 
 
+PIPELINE = """
+from penstock.spark import pipeline
+from penstock.spark.route import status
+rows = [(f"k{number}", f"tier{number % 2}") for number in range(4)]
+tiers = spark.createDataFrame(rows, "kind string, tier string")
+
+def enrich(log):
+    named = log.withColumn("kind", log.attributes["kind"])
+    here = log.sparkSession.createDataFrame([("k1", 7), ("k2", 8)], "kind string, number int")
+    return named.join(tiers, "kind", "left").join(here, "kind", "left")
+
+def run(step, name):
+    query = pipeline(spark, location).transform(step).start(
+        checkpoint=place / name, trigger="available now", max_offsets=400)
+    assert query.awaitTermination(300)
+
+run(enrich, "own")
+answers["behind"] = status(location).behind
+spark.sql("SELECT 'x' AS payload").write.format("penstock").option(
+    "server", location).mode("append").save()
+try:
+    run(lambda log: log.drop("offset"), "wrong")
+except Exception as error:
+    answers["refused"] = str(error)
+"""
+
+
+def test_a_pipeline_of_your_own(client: Callable[[str, str], dict[str, Any]], world: Any) -> None:
+    world.broker.create_queue("odd", filter="tier = 'tier1' OR number = 8")
+    world.broker.create_queue("none", filter="tier IS NULL AND number IS NULL")
+    world.publish(1_000)
+    answers = client(world.location, PIPELINE)
+    assert answers["behind"] == 0
+    kinds = {number: attributes["kind"] for number, (attributes, *_) in world.published.items()}
+    assert world.content() == {
+        "odd": [number for number, kind in kinds.items() if kind in {"k1", "k2", "k3"}],
+        "none": [number for number, kind in kinds.items() if kind in {"k4", "k5", "k6"}],
+    }
+    assert_clean(world.broker)
+    assert "keep the columns of the log; offset is gone" in answers["refused"]
+
+
 JOBS = """
-from penstock.errors import InvalidInput, QueueNotFound
-from penstock.spark import jobs, pipeline
+from penstock.errors import QueueNotFound
+from penstock.spark import jobs
 from penstock.spark.route import route, status
 query = route(location, spark=spark, checkpoint=place / "route", trigger="available now",
               max_offsets=300)
@@ -184,10 +226,6 @@ try:
     jobs.redrive(spark, location, "never")
 except QueueNotFound as error:
     answers["unknown"] = str(error)
-try:
-    pipeline(spark, location).transform(lambda log: log).start(checkpoint=place / "own")
-except InvalidInput as error:
-    answers["refused"] = str(error)
 """
 
 
@@ -210,4 +248,3 @@ def test_routing_and_jobs(client: Callable[[str, str], dict[str, Any]], world: A
     assert answers["told"]
     assert answers["page"] == "report.html"
     assert answers["unknown"] == "no queue named 'never'"
-    assert "Spark Connect" in answers["refused"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -25,8 +26,10 @@ from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import ServerUnreachable
 from penstock.flight import client as flight_client
+from penstock.flight import location as places
 from penstock.flight import tables as reading
 from penstock.flight.client import FlightStore
+from penstock.flight.location import Location, locate
 from penstock.flight.protocol import Published
 from penstock.spark.route import route, status
 from penstock.testing.checking import assert_clean
@@ -301,9 +304,9 @@ def test_no_call_waits_for_a_silent_server_for_ever(
         monkeypatch.setattr(limits, name, 400)
     # As long as anybody answers, a slow machine gets as many tries as it needs.
     monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 60_000)
-    monkeypatch.setattr(flight_client, "BACKOFF_MS", (100,) * 100)
+    monkeypatch.setattr(flight_client, "BACKOFF_MS", (100,))
     # How long a handshake that may explain the silence takes.
-    monkeypatch.setattr(flight_client, "TURN_SECONDS", 0.4)
+    monkeypatch.setattr(places, "TURN_SECONDS", 0.4)
     world.publish(20)
     proxy = proxied(world.port)
     store = FlightStore(proxy.location)
@@ -341,7 +344,7 @@ def test_a_read_that_falls_silent_half_way(
     world: Any, proxied: Callable[[int], Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "BATCH_ROWS", 1_000)
-    monkeypatch.setattr(flight_client, "BACKOFF_MS", (100,) * 100)
+    monkeypatch.setattr(flight_client, "BACKOFF_MS", (100,))
     monkeypatch.setattr(limits, "MAX_UNREACHABLE_MS", 60_000)
     for _ in range(10):
         world.publish(1_000)
@@ -381,8 +384,88 @@ def test_a_place_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
         location = f"grpc://127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(ServerUnreachable, match=f"no broker answers at {location}") as caught:
             FlightStore(location).info()
-    assert isinstance(caught.value, ConnectionError)
-    assert 5_000 < leap.now_ms() - started_ms < 16_000
+        assert isinstance(caught.value, ConnectionError)
+        assert 5_000 < leap.now_ms() - started_ms < 16_000
+
+        def waited_ms(place: Location) -> int:
+            before_ms = leap.now_ms()
+            with pytest.raises(ServerUnreachable):
+                FlightStore(place).info()
+            return leap.now_ms() - before_ms
+
+        # One that was never reached is told soon, however long a broker that was there is waited
+        # for; who was sent the place need not have been there himself.
+        place = locate(location, retry_ms=120_000)
+        assert waited_ms(place) < 16_000
+        assert waited_ms(locate(location, retry_ms=2_000)) < 2_500
+        for known in (pickle.loads(pickle.dumps(place)), locate(pickle.loads(pickle.dumps(place)))):
+            assert 110_000 < waited_ms(known) < 130_000
+        monkeypatch.setattr(places, "reached", {location})
+        assert 110_000 < waited_ms(place) < 130_000
+
+
+def test_a_broker_that_is_away_is_waited_for_as_long_as_told(
+    spark: SparkSession,
+    world: Any,
+    proxied: Callable[[int], Proxy],
+    tmp_path: Path,
+    as_patient_as_told: None,
+) -> None:
+    proxy = proxied(world.port)
+
+    def start(retry_for: str) -> list[StreamingQuery]:
+        given = {"server": proxy.location, "retryFor": retry_for}
+        place = tmp_path / "ckpt"
+        log = spark.readStream.format("penstock").options(
+            **given, table="log", columns="offset", startingOffsets="earliest"
+        )
+        copying = log.load().writeStream.format("parquet").option("path", str(tmp_path / "copied"))
+        rows = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 20).load()
+        made = rows.selectExpr("string(value) AS payload", "struct(value AS number) AS attributes")
+        writing = made.writeStream.format("penstock").options(**given)
+        return [
+            route(proxy.location, spark=spark, checkpoint=place / "route", retry_for=retry_for),
+            copying.option("checkpointLocation", str(place / "log")).start(),
+            writing.option("checkpointLocation", str(place / "made")).start(),
+        ]
+
+    def under_way(queries: list[StreamingQuery]) -> None:
+        before = [batches(query) for query in queries]
+        world.publish(100)
+        wait_for(lambda: all(batches(q) > n for q, n in zip(queries, before, strict=True)))
+        proxy.cut()
+
+    brief = start("1s")
+    under_way(brief)
+    wait_for(lambda: not any(query.isActive for query in brief))
+    assert all("no broker answers at grpc" in str(query.exception()) for query in brief)
+    proxy.listen()
+    long = start("2m")
+    under_way(long)
+    pause(3_000)
+    proxy.listen()
+    world.publish(100)
+    before = [batches(query) for query in long]
+    wait_for(lambda: all(batches(query) > n for query, n in zip(long, before, strict=True)))
+    # Whoever writes is stopped first, so that the others come to an end.
+    routing, log, writing = long
+    writing.stop()
+    log.processAllAvailable()
+    wait_for(lambda: status(world.location).behind == 0)
+    assert [query.exception() for query in long] == [None] * 3
+    routing.stop()
+    log.stop()
+    records: list[Any] = []
+    while page := world.broker.read_log(0, begin=records[-1].message_id + 1 if records else 0):
+        if not page.records:
+            break
+        records += page.records
+    numbers = sorted(r.attributes["number"] for r in records if "number" in r.attributes)
+    assert len(set(numbers)) == len(numbers)
+    assert numbers[: 20 * batches(writing)] == list(range(20 * batches(writing)))
+    copied = sorted(row["offset"] for row in spark.read.parquet(str(tmp_path / "copied")).collect())
+    assert copied == [record.message_id for record in records]
+    audit(world)
 
 
 # The bounds that a streaming query has by default would make a long test of it.

@@ -14,14 +14,17 @@ from pyspark.errors import PythonException, StreamingQueryException
 
 import penstock
 from penstock import InvalidInput, ManualClock
+from penstock.flight.client import FlightStore
 from penstock.flight.protocol import HistoryEnds, HistoryStretch, QueueHistory
-from penstock.spark.stream import (
+from penstock.spark.positions import (
     FeedOffset,
     Position,
     deal,
     next_positions,
+    packed,
     starting_positions,
     stretches_between,
+    unpacked,
 )
 
 if TYPE_CHECKING:
@@ -350,3 +353,103 @@ def test_tasks_have_many_short_stretches_or_a_part_of_a_long_one() -> None:
     parts = deal([HistoryStretch("q", 1, "done", 5, 105)], 4, least=5)
     bounds = [(each.begin, each.end) for some in parts for each in some]
     assert bounds == [(5, 30), (30, 55), (55, 80), (80, 105)]
+
+
+# --- offsets in checkpoints -----------------------------------------------------------------------
+
+# As Penstock wrote it before it packed offsets.
+NAMED = """
+{"store": "0c2f9a11", "at": 1893456000000, "queues": {
+    "a": {"created": 10, "since": 1893456000000, "done": 905},
+    "b": {"created": 20, "since": 1893455999000, "done": 7, "failed": 1}}}
+"""
+# Version 1: queue number 3 at done 905, number 70000 at done 7 and failed 1, made by hand.
+PACKED = "AXicY85lEGRgZECAFwzMSDyGTnYULsN/xv8MyBAApVQJ+g=="
+
+
+def ends_of(numbers: dict[str, int]) -> HistoryEnds:
+    made = {"a": 10, "b": 20}
+    return HistoryEnds(
+        "0c2f9a11",
+        1893456000000,
+        {
+            name: QueueHistory(made.get(name, 30), {"done": 9, "failed": 9}, number=number)
+            for name, number in numbers.items()
+        },
+    )
+
+
+def test_offsets_are_packed_and_those_of_earlier_versions_are_read() -> None:
+    ends = ends_of({"a": 3, "b": 70_000, "c": 4})
+    at = 1893456000000
+    read = unpacked(msgspec.json.decode(NAMED), ends)
+    assert read == FeedOffset(
+        "0c2f9a11",
+        at,
+        {"a": Position(10, at, 905), "b": Position(20, at - 1000, 7, 1)},
+    )
+    again = packed(read, ends)
+    assert unpacked(again, ends) == read
+    assert unpacked({"store": "0c2f9a11", "at": at, "packed": PACKED}, ends) == read
+    # Another queue of the same name has another number, and one that is gone has none.
+    assert list(unpacked(again, ends_of({"a": 5, "b": 70_000})).queues) == ["b"]
+    read.queues["a"].failed = 905
+    assert unpacked(packed(read, ends), ends) == read
+    with pytest.raises(InvalidInput, match="has format 03, this Penstock reads formats 01 and 02"):
+        unpacked({**again, "packed": "Aw=="}, ends)
+
+
+def test_an_offset_of_ten_thousand_queues_is_short() -> None:
+    names = [f"queue-of-customer-{number}" for number in range(10_000)]
+    ends = ends_of({name: 2 * number for number, name in enumerate(names)})
+    # Spread as chance would have it: a sorted row of numbers would be shorter.
+    far = [number * 7_919_777 % 9_999_991 for number in range(10_000)]
+    queues = {
+        name: Position(30, ends.at_ms - far[at] % 90_000 * (at % 5 == 0), far[at], far[at] % 99_991)
+        for at, name in enumerate(names)
+    }
+    offset = FeedOffset("0c2f9a11", ends.at_ms, queues)
+    plain = packed(offset, ends)
+    assert len(msgspec.json.encode(plain)) < 128_000
+    assert unpacked(plain, ends) == offset
+    assert packed(FeedOffset("s", 5, {}), ends)["packed"]
+    assert unpacked(packed(FeedOffset("s", 5, {}), ends), ends) == FeedOffset("s", 5, {})
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(
+    spark: SparkSession, inline: Any, tmp_path: Path
+) -> None:
+    def run(**options: str) -> None:
+        follow(feed(spark, inline, "done", **options), tmp_path).awaitTermination()
+
+    ids = finish(inline, "a", 5) + finish(inline, "b", 2)
+    run()
+    offsets = tmp_path / "ckpt" / "offsets"
+    head, told = (offsets / "0").read_text().rsplit("\n", 1)
+    ends = FlightStore(inline.location).history_ends()
+    named = unpacked(msgspec.json.decode(told), ends)
+    assert "packed" in told
+    (offsets / ".0.crc").unlink(missing_ok=True)
+    (offsets / "0").write_text(f"{head}\n{msgspec.json.encode(named).decode()}")
+    ids += finish(inline, "a", 3)
+    run()
+    assert "packed" in (offsets / "1").read_text()
+    assert [row[0] for row in rows_of(spark, tmp_path, "message_id")] == sorted(ids)
+
+
+def test_a_replay_of_messages_whose_queue_is_gone(
+    spark: SparkSession, inline: Any, tmp_path: Path
+) -> None:
+    def run(**options: str) -> None:
+        writer = feed(spark, inline, "done", **options).writeStream.format("noop")
+        writer = writer.option("checkpointLocation", str(tmp_path / "ckpt"))
+        writer.trigger(availableNow=True).start().awaitTermination()
+
+    finish(inline, "b", 1)
+    run()
+    (tmp_path / "ckpt" / "commits" / "0").unlink()
+    (tmp_path / "ckpt" / "commits" / ".0.crc").unlink(missing_ok=True)
+    inline.broker.delete_queue("b")
+    with pytest.raises(StreamingQueryException, match="queue was deleted before they were read"):
+        run()
+    run(failOnDataLoss="false")

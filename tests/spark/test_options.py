@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from penstock.errors import InvalidInput
+from penstock.flight.location import locate
+from penstock.spark.sessions import located, place_of
 from penstock.spark.source import Options, read_options, write_options
 
 PLACE = {"location": "grpc://127.0.0.1:1"}
@@ -28,7 +30,7 @@ def test_names_are_case_insensitive_and_values_typed() -> None:
         streaming=True,
     )
     assert options == Options(
-        location="grpc://127.0.0.1:1",
+        location=locate("grpc://127.0.0.1:1"),
         table="log",
         starting={"0": 5, "1": -2},
         fail_on_data_loss=False,
@@ -147,3 +149,23 @@ def test_a_store_is_not_read_without_its_server() -> None:
             check({"table": "messages", "store": url})
         assert "'server'" in str(said.value)
         assert "penstock.open_reader" in str(said.value)
+
+
+def test_how_long_to_wait_for_a_broker_that_is_away() -> None:
+    for given, retry_ms in ((None, 300_000), ("30s", 30_000), ("250", 250), ("2h", 7_200_000)):
+        options = {**PLACE, "table": "log", **({} if given is None else {"retryFor": given})}
+        assert locate(read_options(options, streaming=True).location).retry_ms == retry_ms
+        written = write_options({**PLACE, **({} if given is None else {"retryFor": given})})
+        assert locate(written.location).retry_ms == retry_ms
+    with pytest.raises(InvalidInput, match=r"retryFor is a time like 5m, .*, not '5 days'"):
+        read_options({**PLACE, "table": "log", "retryFor": "5 days"})
+    # Jobs: as told, as the place says that was told before, or five minutes.
+    place = located("grpc://h:1", retry_for="90s")
+    assert (place.retry_ms, located(place).retry_ms, located("grpc://h:1").retry_ms) == (
+        90_000, 90_000, 300_000,
+    )  # fmt: skip
+    assert located(place, retry_for="1s").retry_ms == 1_000
+    assert place_of(place)["retryFor"] == "90000ms"
+    assert read_options({**place_of(place), "table": "log"}).location == place
+    with pytest.raises(InvalidInput, match="'soon' is not a time like 5m"):
+        located("grpc://h:1", retry_for="soon")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 import msgspec
 import pyarrow as pa
 from pyspark.errors import StreamingQueryException
+from tests.spark.conftest import python_workers
 
 import penstock
 from penstock.clock import SystemClock
@@ -32,6 +34,7 @@ from penstock.spark.route import (
     MOST_PIECES,
     RoutePartition,
     dealt,
+    default_max_offsets,
     route,
     status,
 )
@@ -102,13 +105,32 @@ def test_tasks_take_pieces_in_turn() -> None:
         assert pieces[-2].end == 7 + width
 
 
+@pytest.mark.parametrize(("cores", "tasks"), [(1, 1), (2, 2), (5, 5), (100, 100), (1_000, 1_000)])
+def test_a_micro_batch_has_a_task_for_each_core(cores: int, tasks: int) -> None:
+    most = default_max_offsets(cores)
+    assert most >= 100_000
+    assert len(dealt([Stretch(0, 1, 1 + most)], cores)) == tasks
+
+
 def test_every_message_goes_where_its_filters_say(
-    spark: SparkSession, world: Any, tmp_path: Path
+    spark: SparkSession, world: Any, tmp_path: Path, actions: list[str]
 ) -> None:
     world.make_queues()
     world.publish(3_500)
     assert status(world.location).behind >= 3_500
+    actions.clear()
     query = run(spark, world, tmp_path / "ckpt")
+    # A plan and a commit for each micro-batch. Spark asks twice where to start, and once more when
+    # nothing is left; tasks ask for filters.
+    asked = Counter(actions)
+    assert asked.pop("filters") >= 4
+    assert asked == {
+        "info": 1,
+        "take_epoch": 1,
+        "log_stats": 1,
+        "route_plan": 2 + 4 + 1,
+        "commit_stages": 4,
+    }
     batches = [progress for progress in query.recentProgress if progress.numInputRows]
     assert len(batches) == 4
     told = [msgspec.json.decode(each.sources[0].latestOffset) for each in batches]
@@ -366,25 +388,6 @@ def test_a_driver_that_is_killed(
     world.publish(500)
     run(spark, world, tmp_path / "ckpt")
     assert world.content() == world.naive()
-
-
-def python_workers(spark: SparkSession) -> list[int]:
-    """Return the Python processes that run tasks now; not those that plan on the driver's side."""
-    java = spark.sparkContext._gateway.proc.pid  # type: ignore[union-attr]
-    parents: dict[int, tuple[int, str]] = {}
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int(place.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-            command = place.joinpath("cmdline").read_bytes().decode().replace("\0", " ")
-        except OSError:
-            continue
-        parents[int(place.name)] = (parent, command)
-    daemons = {
-        pid
-        for pid, (parent, command) in parents.items()
-        if parent == java and command.rstrip().endswith("pyspark.daemon pyspark.worker")
-    }
-    return [pid for pid, (parent, _) in parents.items() if parent in daemons]
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyspark
 
 import penstock
-from penstock.flight.client import FlightStore, locate
+from penstock.flight.client import FlightStore
+from penstock.flight.location import locate
 from penstock.server import running
 from penstock.server.keys import add_key
 from penstock.spark import pipeline, session

@@ -32,13 +32,19 @@ def _check_flight(_: click.Context, __: click.Parameter, location: str) -> str:
             f"{location} is the native port, and Spark reads over Arrow Flight: name that address "
             "of the server, such as grpc://127.0.0.1:8815"
         )
-    from penstock.flight.client import locate  # noqa: PLC0415 - needs an extra
+    from penstock.flight.location import locate  # noqa: PLC0415 - needs an extra
 
     # It has the access with it, wherever it goes.
     ca, certificate, key = given_files()
-    return locate(location, ca=ca, certificate=certificate, key=key)
+    retry_ms = click.get_current_context().meta[_RETRY]
+    return locate(location, ca=ca, certificate=certificate, key=key, retry_ms=retry_ms)
 
 
+def _note_retry(ctx: click.Context, _: click.Parameter, retry_ms: int) -> None:
+    ctx.meta[_RETRY] = retry_ms
+
+
+_RETRY = f"{__name__}.retry-for"
 _location_option = common.options(
     click.option(
         "--url",
@@ -50,6 +56,17 @@ _location_option = common.options(
         show_envvar=True,
         callback=_check_flight,
         help="The broker's Flight address, such as grpc://127.0.0.1:8815.",
+    ),
+    # Before the URL, whose callback needs it.
+    click.option(
+        "--retry-for",
+        type=duration,
+        default="5m",
+        show_default=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_note_retry,
+        help="How long to wait for a broker that was there and is away.",
     ),
     tls_options,
 )
@@ -95,11 +112,12 @@ def _runs_jobs(command: Command) -> Command:
 @click.option("--checkpoint", type=click.Path(path_type=Path), required=True,
               help="A directory for the query's checkpoint.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Route what there is, and end.")
-@click.option("--max-offsets", type=click.IntRange(min=1), default=100_000, show_default=True,
-              help="Messages in one micro-batch at the most.")  # fmt: skip
+@click.option("--max-offsets", type=click.IntRange(min=1),
+              help="Messages in one micro-batch at the most; by default 20,000 for each core of "
+              "Spark, and at least 100,000.")  # fmt: skip
 @_spark_options
 def route(
-    location: str, master: str | None, checkpoint: Path, max_offsets: int, *, once: bool
+    location: str, master: str | None, checkpoint: Path, max_offsets: int | None, *, once: bool
 ) -> None:
     """Put what the logs hold into the queues, until it is stopped.
 

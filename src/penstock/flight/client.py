@@ -1,38 +1,29 @@
-"""A client of the Flight protocol: every command and action as a typed method, and its addresses.
+"""A client of the Flight protocol: every command and action as a typed method.
 
-:class:`FlightStore` holds only a :class:`Location`, so that it can be pickled and sent to
-executors; the connection is made when it is first used, one per process. Needs pyarrow.
+:class:`FlightStore` holds only a :class:`~penstock.flight.location.Location`, so that it can be
+pickled and sent to executors; the connection is made when it is first used, one per process. Needs
+pyarrow.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import ssl
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
-from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import pyarrow as pa
 import pyarrow.flight as fl
 
 from penstock import limits
-from penstock.addresses import (
-    Address,
-    TlsFiles,
-    closed_after_handshake,
-    environment_files,
-    load_pair,
-    parse_servers,
-    read_pem,
-    tls_failure,
-)
 from penstock.clock import SystemClock
 from penstock.errors import ServerBusy, ServerUnreachable
 from penstock.flight import protocol
+from penstock.flight.location import TURN_SECONDS, locate, reached, tls_trouble, turns
 from penstock.flight.protocol import MATCHES, OFFSETS, Actions, Published, SnapshotFacts
 from penstock.store.filling import Filled
 from penstock.store.transfer import CopyPage, CopyStart
@@ -42,113 +33,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-TOKEN_VARIABLE: Final = "PENSTOCK_TOKEN"  # noqa: S105 - a name
-DEFAULT_PORT: Final = 8815
-# How long one of several servers has to accept a connection.
-TURN_SECONDS: Final = 3.0
-_SCHEMES: Final = ("grpc", "grpc+tcp", "grpc+tls")
-# Which of several addresses this process uses, by location.
-turns: Final[dict[str, int]] = {}
+    from penstock.addresses import Address
+
 _T = TypeVar("_T")
-# Waits between the tries of a call that may be repeated, while no server answers.
-BACKOFF_MS: Final = (100, 200, 400, 800, 1_600, 3_200, 3_200)
+# Waits between the tries of a call, while no server answers or it is busy; the last one repeats.
+BACKOFF_MS: Final = (100, 200, 400, 800, 1_600, 3_200)
 _SILENT: Final = ("Detail: TimedOut", "Detail: Unavailable", "Detail: Cancelled")
 # How often a read of the log goes on after the server went away, without a row in between.
 _TRIES: Final = 4
 _clock: Final = SystemClock()
 _clients: Final[dict[tuple[Any, ...], fl.FlightClient]] = {}
 _clients_lock: Final = threading.Lock()
-
-
-class Location(str):
-    """Addresses with their access: a token, and PEM of TLS roots, certificate and key.
-
-    Its text is the addresses alone. A process that is sent one needs no settings of its own, and
-    begins with the address that the sender used last: that server has its snapshots.
-    """
-
-    __slots__ = ("access",)
-    access: tuple[str, str, str, str]
-
-    def __new__(cls, address: str, access: tuple[str, str, str, str]) -> Self:
-        """Put them together."""
-        made = super().__new__(cls, address)
-        made.access = access
-        return made
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        addresses = self.addresses
-        at = turns.get(self, 0) % len(addresses)
-        scheme = self.partition("://")[0]
-        hosts = ",".join(map(str, addresses[at:] + addresses[:at]))
-        return Location, (f"{scheme}://{hosts}", self.access)
-
-    @property
-    def addresses(self) -> tuple[Address, ...]:
-        """The addresses, in the order of the URL."""
-        return parse_servers(str(self), _SCHEMES, DEFAULT_PORT).addresses
-
-
-def locate(
-    location: str,
-    *,
-    token: str | None = None,
-    ca: str | Path | None = None,
-    certificate: str | Path | None = None,
-    key: str | Path | None = None,
-) -> Location:
-    """Check a URL and add the access; ``ca``, ``certificate`` and ``key`` are files, or PEM.
-
-    The URL may have the access, too (:mod:`penstock.addresses`). PENSTOCK_TOKEN, PENSTOCK_CA,
-    PENSTOCK_CERT and PENSTOCK_KEY stand in for what is missing. A :class:`Location` keeps the
-    access that it has: the environment of a process that it was sent to does not count.
-    """
-    files = TlsFiles(*(str(each or "") for each in (ca, certificate, key)))
-    if isinstance(location, Location):
-        has, text = location.access, str(location)
-    else:
-        named = parse_servers(location, _SCHEMES, DEFAULT_PORT)
-        text = f"{named.scheme}://{','.join(map(str, named.addresses))}"
-        has = named.token or os.environ.get(TOKEN_VARIABLE, ""), "", "", ""
-        if named.scheme == _SCHEMES[-1]:
-            files = files.otherwise(named.files).otherwise(environment_files())
-    files.check()
-    roots, chain, private = (read_pem(each) if each else "" for each in files)
-    if chain and not private:
-        private = chain
-    return Location(text, (token or has[0], roots or has[1], chain or has[2], private or has[3]))
-
-
-def tls_trouble(location: Location, address: Address) -> tuple[str, bool]:
-    """Return what is wrong with TLS between client and server, and whether that is certain.
-
-    An empty text: a handshake shows nothing. gRPC tells it in many words, or not at all.
-    """
-    _, ca, certificate, key = location.access
-    secure = location.startswith(f"{_SCHEMES[-1]}:")
-    context = TlsFiles(ca).context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if not secure:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    elif certificate:
-        # Python reads a pair from files only.
-        with NamedTemporaryFile("w", prefix="penstock-") as file:
-            file.write(f"{certificate}\n{key}")
-            file.flush()
-            load_pair(context, file.name, file.name)
-    try:
-        with (
-            socket.create_connection(address, TURN_SECONDS) as plain,
-            context.wrap_socket(plain, server_hostname=address.host) as wrapped,
-        ):
-            if not secure:
-                return f"{address} speaks TLS: connect to {_SCHEMES[-1]}://{address}", True
-            # With TLS 1.3 a server refuses a certificate when the handshake is over for the client.
-            ended = not wrapped.recv(1)
-    except ssl.SSLError as error:
-        return (tls_failure(str(address), error, _SCHEMES[0]), True) if secure else ("", False)
-    except OSError:
-        return "", False
-    return (closed_after_handshake(str(address)) if ended else ""), False
 
 
 class ReadPlan(NamedTuple):
@@ -163,14 +58,15 @@ class FlightStore(Actions):
     """A store behind a Flight server, such as ``grpc://127.0.0.1:8815``.
 
     Calls that change nothing, or may be made twice, are tried again for some seconds while the
-    server can't be reached; then :class:`~penstock.errors.ServerUnreachable` says so. Any call that
-    finds the server busy is tried again as long; then :class:`~penstock.errors.ServerBusy` says so.
+    server can't be reached, or for ``retry_ms`` if it has been reached before; then
+    :class:`~penstock.errors.ServerUnreachable` says so. Any call that finds the server busy is
+    tried again as long; then :class:`~penstock.errors.ServerBusy` says so.
     No call waits for ever for a server that is silent: the bounds are in :mod:`penstock.limits`.
     Penstock's errors come back with their own types.
     """
 
     def __init__(self, location: str, **access: Any) -> None:
-        """Name a server; ``token``, ``ca``, ``certificate``, ``key`` as :func:`locate` has them."""
+        """Name a server; ``token``, ``ca``, ``retry_ms`` … as :func:`locate` has them."""
         self.location = locate(location, **access)
 
     def __repr__(self) -> str:
@@ -365,8 +261,7 @@ class FlightStore(Actions):
 
         One that finds the server busy has changed nothing, and is repeated whatever it is.
         """
-        started_ms, waits = _clock.now_ms(), iter(BACKOFF_MS if again else ())
-        pauses = iter(BACKOFF_MS)
+        started_ms, waits = _clock.now_ms(), chain(BACKOFF_MS, repeat(BACKOFF_MS[-1]))
         addresses, tries, hopeless = self.location.addresses, 0, 0
         failures: dict[Address, ServerUnreachable] = {}
         troubles: dict[Address, str] = {}
@@ -376,14 +271,19 @@ class FlightStore(Actions):
                 client = self._connected(address)
                 sent = True
                 with _translated(self._place(address)):
-                    return call(client)
+                    answer = call(client)
             except ServerBusy:
-                if (wait_ms := next(pauses, None)) is None:
+                reached.add(self.location)
+                wait_ms = next(waits)
+                if _clock.now_ms() + wait_ms > started_ms + self.location.patience_ms:
                     raise
                 _pause(wait_ms)
                 continue
             except ServerUnreachable as error:
                 failures[address] = error
+            else:
+                reached.add(self.location)
+                return answer
             # The next try connects anew; of several addresses, to the next.
             self._leave(address)
             tries += 1
@@ -396,10 +296,10 @@ class FlightStore(Actions):
                 raise ServerUnreachable("; ".join(map(str, failures.values())))
             if tries % len(addresses):
                 continue
+            wait_ms = next(waits)
+            late = _clock.now_ms() + wait_ms > started_ms + self.location.patience_ms
             # A connection that has gone silent deserves one new one, whatever it has cost.
-            late = _clock.now_ms() - started_ms > limits.MAX_UNREACHABLE_MS
-            wait_ms = next(waits, None)
-            if wait_ms is None or (late and tries > len(addresses)):
+            if not again or (late and tries > len(addresses)):
                 raise ServerUnreachable("; ".join(map(str, failures.values())))
             _pause(wait_ms)
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 # To be raised with every change of a command, a ticket or an action: a server refuses Penstock's
 # clients of another number. Clients that say none are somebody else's, who writes the JSON himself.
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 PROTOCOL_HEADER: Final = "penstock-protocol"
 # gRPC bounds headers to 8 KiB, and the text travels twice.
 MAX_ERROR_CHARS: Final = 1_000
@@ -156,7 +156,8 @@ class StageCommand(_Command, tag_field="op", tag="stage"):
     """DoPut: all assignments of a stretch of a log.
 
     ``rows``: how many there are, since a stream whose sender dies ends like any other. ``assign``:
-    the server assigns them as soon as the log's cursor has come to them, if it can.
+    the server assigns them as soon as the log's cursor has come to them, if it can. ``part``: these
+    are some of the assignments of the stretch; the commit names the stages of all others.
     """
 
     stage: str
@@ -167,6 +168,7 @@ class StageCommand(_Command, tag_field="op", tag="stage"):
     filters_version: int | None = None
     epoch: int | None = None
     assign: bool = False
+    part: bool = False
 
 
 class FillCommand(_Command, tag_field="op", tag="fill"):
@@ -221,11 +223,13 @@ class QueueHistory(msgspec.Struct, frozen=True):
     """Of a queue: when it was made, and by state the next sequence number.
 
     ``firsts``: by state, sequence and time of the first message that ended at the time asked for.
+    ``number``: no queue that is made later gets it.
     """
 
     created_at_ms: int
     ends: dict[str, int]
     firsts: dict[str, tuple[int, int]] = {}
+    number: int = 0
 
 
 class HistoryEnds(msgspec.Struct, frozen=True):
@@ -296,6 +300,7 @@ class _OffsetAt(_Command):
 
 class _DropStages(_Command):
     stages: Sequence[str]
+    others: str | None = None
 
 
 class _CommitStages(_DropStages):

@@ -380,10 +380,12 @@ class FlightService(fl.FlightServerBase):  # type: ignore[misc]
         return self._broker.filters_at(options.offset)
 
     def _commit_stages(self, options: Any, _: FlightCall) -> list[protocol.Committed]:
-        return commit(self._broker, self.stages.get(options.stages), options.epoch)
+        done = commit(self._broker, self.stages.get(options.stages), options.epoch)
+        self.stages.drop((), options.others)
+        return done
 
     def _drop_stages(self, options: Any, _: FlightCall) -> int:
-        return self.stages.drop(options.stages)
+        return self.stages.drop(options.stages, options.others)
 
     def _stats(self, _: Any, __: FlightCall) -> protocol.Stats:
         with self._broker.view(stats=True, marks=False) as pinned:

@@ -472,7 +472,7 @@ def history_ends(
             first = pinned.first_ended(state, queue, since_ms or 0)
             if first is not None:
                 firsts[state.value] = first
-        found[queue] = QueueHistory(spec.created_at_ms, ends, firsts)
+        found[queue] = QueueHistory(spec.created_at_ms, ends, firsts, pinned.number(queue))
     return HistoryEnds(pinned.store_id, pinned.at_ms, found)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -318,6 +318,8 @@ class Stage:
         check_text(command.stage, "stage", limits.MAX_STAGE_NAME_BYTES)
         check_count(command.begin, "begin", 0, limits.MAX_OFFSET)
         check_count(command.end, "end", command.begin, limits.MAX_OFFSET)
+        if command.assign and command.part:
+            raise InvalidInput("a part of a stretch is assigned with the others, by their commit")
         self.command = command
         self.committed = False
         # Assigned when the cursor has come to it; tried once, the commit tries again.
@@ -453,15 +455,28 @@ class Stages:
             waiting = [stage for stage in self._staged.values() if stage.awaits_cursor]
         cursors = broker.log_stats().cursors if waiting else {}
         for stage in waiting:
-            command = stage.command
-            if command.begin <= cursors.get(command.log, -1) < command.end:
+            command, at = stage.command, cursors.get(stage.command.log, -1)
+            if command.end <= at:
+                # Of a task that ran twice: another has staged the same.
+                stage.awaits_cursor = False
+                stage.clear()
+            elif command.begin <= at:
                 return stage
         return None
 
-    def drop(self, names: Sequence[str]) -> int:
-        """Forget stages; return how many there were."""
+    def drop(self, names: Sequence[str], prefix: str | None = None) -> int:
+        """Forget stages, and those not committed that begin so; return how many there were."""
         with self._lock:
-            return sum(self._staged.pop(name, None) is not None for name in names)
+            begun = (
+                ()
+                if not prefix
+                else [
+                    name
+                    for name, each in self._staged.items()
+                    if name.startswith(prefix) and not each.committed
+                ]
+            )
+            return sum(self._staged.pop(name, None) is not None for name in (*names, *begun))
 
     def expire(self) -> None:
         """Forget stages that nobody has used for a while."""
@@ -493,10 +508,13 @@ def _assign(broker: Broker, log: int, page: Sequence[Stage], epoch: int | None) 
         return Committed(log, AssignStatus.STALE.value, end, 0)
     assignments: dict[int, Sequence[str]] = {}
     begin = at = page[0].command.begin
-    for stage in page:
-        # Offsets that an earlier stage covers are its own: the same task may have run twice.
-        stage.assignments(at, assignments)
-        at = max(at, stage.command.end)
+    for (_, end), group in groupby(page, lambda each: (each.command.begin, each.command.end)):
+        # Offsets that an earlier stage covers are its own: the same task may have run twice. Parts
+        # of one stretch are all of it together.
+        same = list(group)
+        for stage in [each for each in same if each.command.part] or same[:1]:
+            stage.assignments(at, assignments)
+        at = max(at, end)
     # The oldest version decides: any change since then may concern one of the stages.
     version = _lowest(stage.command.filters_version for stage in page)
     lowest = _lowest([epoch, *(stage.command.epoch for stage in page)])

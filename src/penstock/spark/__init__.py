@@ -11,7 +11,7 @@ with needs_extra("spark", "penstock.spark"):
     # First, since its absence says the most: without it numpy and others are missing as well.
     import pyspark as _  # noqa: F401
 
-    from penstock.spark.route import Pipeline, pipeline
+    from penstock.spark.pipelines import Pipeline, pipeline
     from penstock.spark.sessions import PinnedSnapshot, read, session, snapshot
     from penstock.spark.source import PenstockSource
     from penstock.spark.stream import Progress, progress

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock import limits
 from penstock.errors import InvalidInput, StoreMismatch
 from penstock.filters import Matcher, parse
 from penstock.flight.protocol import MATCHES
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from penstock.filters import RowTuple, Value
     from penstock.flight.client import FlightStore
-    from penstock.model import LogStats
+    from penstock.model import LiveFilters, LogStats
     from penstock.spark.source import Place
 
 
@@ -176,6 +177,21 @@ def lag_of(reached: Mapping[int, int], ends: Mapping[int, int]) -> dict[str, int
 def offset_of(by_log: dict[int, int], store_id: str) -> Offset:
     """Return the offset of a stream."""
     return {**{str(log): offset for log, offset in sorted(by_log.items())}, "store": store_id}
+
+
+class LiveAt:
+    """The filters that are live at offsets; the broker is asked once where they are the same."""
+
+    def __init__(self, client: FlightStore) -> None:
+        self._client = client
+        self._live: tuple[int, LiveFilters] | None = None
+
+    def at(self, offset: int) -> LiveFilters:
+        """Return the filters that are live at an offset, and until where."""
+        known = self._live
+        if known is None or not known[0] <= offset < (known[1].until or limits.MAX_OFFSET):
+            known = self._live = offset, self._client.filters(offset)
+        return known[1]
 
 
 # --- matching -------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ Spark the names of the stages. The broker assigns a stage as soon as the cursor 
 while the tasks match what follows; the commit is for what is left. So tasks take pieces of the log
 in turn. The broker drops a stage that is never committed after a while.
 
-A :class:`Pipeline` has a DataFrame transformation between the log and the queues, still exactly
-once. Its stream carries only the stretches that are to be routed: for each micro-batch the log is
-read as an ordinary DataFrame, the transformation is applied to it, and its rows are matched.
+A micro-batch asks the broker twice: for the plan, which says all that there is to know, and for the
+commit. :mod:`penstock.spark.pipelines` has a transformation between the log and the queues.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyspark.errors import StreamingQueryException
 from pyspark.sql.datasource import (
     DataSourceStreamArrowWriter,
@@ -43,12 +41,12 @@ from pyspark.sql.datasource import (
 from penstock import limits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, PenstockError
-from penstock.flight.client import FlightStore, locate, route_status
-from penstock.flight.protocol import MATCHES
+from penstock.flight.client import FlightStore, route_status
 from penstock.model import AssignStatus
 from penstock.spark.log import (
-    COLUMNS,
+    LEAST_PIECE,
     PACKED_COLUMNS,
+    LiveAt,
     Offset,
     Stretch,
     check_store,
@@ -59,18 +57,12 @@ from penstock.spark.log import (
     matcher_of,
     offset_of,
 )
-from penstock.spark.reader import ROUTING, LogPartition, check_columns
-from penstock.spark.sessions import (
-    is_connect,
-    parallelism,
-    place_of,
-    session,
-    settings_for_query,
-)
+from penstock.spark.reader import ROUTING, check_columns
+from penstock.spark.sessions import located, parallelism, place_of, session, settings_for_query
 from penstock.spark.stream import LogStreamReader, in_one_line, most_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
@@ -79,12 +71,13 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import StructType
 
-    from penstock.model import LiveFilters
+    from penstock.model import RoutePlan
     from penstock.spark.source import Options
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_OFFSETS: Final = 100_000
+LEAST_MAX_OFFSETS: Final = 100_000
+"""Messages in a micro-batch by default, where Spark has too few cores for more."""
 PIECE: Final = 10_000
 """Offsets that a task matches before it stages them, about; more in a very large micro-batch."""
 MOST_PIECES: Final = 1_000
@@ -104,9 +97,6 @@ _ON_A_DISK: Final = {
 }
 # How long the next pipeline of a session waits for the end of one that it has fenced.
 _FENCED_SECONDS: Final = 60
-# The columns that a transformation must keep, and all that the log has.
-_NEEDED: Final = ("log", *COLUMNS)
-_LOG_COLUMNS: Final = (*_NEEDED, "delay_ms", "attributes", "payload")
 
 status = route_status
 
@@ -117,29 +107,32 @@ def route(
     spark: SparkSession | None = None,
     checkpoint: str | Path,
     trigger: str = "0 seconds",
-    max_offsets: int = DEFAULT_MAX_OFFSETS,
+    max_offsets: int | None = None,
     name: str = "penstock-route",
     token: str | None = None,
     ca: str | Path | None = None,
+    retry_for: str | None = None,
 ) -> StreamingQuery:
     """Start routing, and return the running query: ``awaitTermination()`` or ``stop()`` it.
 
     ``trigger`` is how often to look (``"0 seconds"``: again at once), or ``"available now"``: route
-    what there is and end. Starting fences every pipeline that was started before, here or
-    elsewhere: it ends with an error that says so. ``token`` and ``ca`` are the access to the
-    broker; without them PENSTOCK_TOKEN and PENSTOCK_CA of this process are.
+    what there is and end. ``max_offsets`` bounds a micro-batch: by default 20,000 messages for
+    each core that Spark has, and at least 100,000. Starting fences every pipeline that was started
+    before, here or elsewhere: it ends with an error that says so. ``token`` and ``ca`` are the
+    access to the broker; without them PENSTOCK_TOKEN and PENSTOCK_CA of this process are. A broker
+    that is away is waited for, by default ``retry_for="5m"``.
 
     >>> query = route("grpc://127.0.0.1:8815", checkpoint="/var/lib/penstock/route")
     ...                                                # doctest: +SKIP
     >>> query.awaitTermination()                       # doctest: +SKIP
     """
-    location = locate(location, token=token, ca=ca)
+    location = located(location, token=token, ca=ca, retry_for=retry_for)
     spark = spark or session(name=name)
     epoch = take_over(location)
     matches = route_stream(spark, location, "matches", epoch, max_offsets)
     writer = matches.writeStream.format("penstock").outputMode("append")
     writer = writer.options(**place_of(location), table="assignments", epoch=str(epoch))
-    return _started(spark, name, writer, checkpoint, trigger)
+    return started(spark, name, writer, checkpoint, trigger)
 
 
 def take_over(location: str) -> int:
@@ -156,23 +149,23 @@ def take_over(location: str) -> int:
 
 
 def route_stream(
-    spark: SparkSession, location: str, table: str, epoch: int, max_offsets: int
+    spark: SparkSession, location: str, table: str, epoch: int, max_offsets: int | None
 ) -> DataFrame:
     """Return a stream of the messages to route: as matches, or as bare stretches."""
-    if table == "stretches" and is_connect(spark):
-        raise InvalidInput(
-            "a pipeline with a transformation runs in Spark's driver, and Spark Connect has none "
-            "here: use a session of its own (penstock.spark.session('spark://…')), or route() "
-            "without a transformation"
-        )
+    cores = parallelism(spark)
     options = {
         **place_of(location),
         "table": table,
         "epoch": str(epoch),
-        "maxOffsetsPerTrigger": str(max_offsets),
-        "minPartitions": str(min(limits.MAX_PARTITIONS, parallelism(spark))),
+        "maxOffsetsPerTrigger": str(max_offsets or default_max_offsets(cores)),
+        "minPartitions": str(min(limits.MAX_PARTITIONS, cores)),
     }
     return spark.readStream.format("penstock").options(**options).load()
+
+
+def default_max_offsets(cores: int) -> int:
+    """Return so many messages for a micro-batch that each core gets a task."""
+    return max(LEAST_MAX_OFFSETS, cores * LEAST_PIECE)
 
 
 def fenced(mine: int | None, now: int) -> InvalidInput:
@@ -184,7 +177,7 @@ def fenced(mine: int | None, now: int) -> InvalidInput:
     )
 
 
-def _started(
+def started(
     spark: SparkSession, name: str, writer: DataStreamWriter, checkpoint: str | Path, trigger: str
 ) -> StreamingQuery:
     """Start a query that routes, with the settings that it alone needs."""
@@ -226,6 +219,14 @@ class RoutePartition(InputPartition):
     pieces: list[Stretch]
 
 
+@dataclass
+class StretchesPartition(InputPartition):
+    """The stretches of a micro-batch, and the version of the filters that they were planned by."""
+
+    stretches: list[Stretch]
+    filters_version: int
+
+
 def dealt(todo: Sequence[Stretch], most: int) -> list[InputPartition]:
     """Deal pieces of stretches out to up to ``most`` tasks in turn.
 
@@ -250,20 +251,24 @@ class RouteStreamReader(LogStreamReader):
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
         self._end: int | None = None
+        self._planned: tuple[Offset, RoutePlan] | None = None
+
+    def _plan(self, start: Offset, most: int | None) -> RoutePlan:
+        """Ask the broker for a plan, which has all that a micro-batch needs to know."""
+        plan = FlightStore(self._options.location).route_plan(max_offsets=most)
+        check_store(start, plan.store_id)
+        return plan
 
     @in_one_line()
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the store's cursors."""
-        client = FlightStore(self._options.location)
-        return offset_of(client.log_stats().cursors, client.info().store_id)
+        plan = self._plan({}, 1)
+        return offset_of(plan.cursors, plan.store_id)
 
     @in_one_line()
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return how far the next micro-batch routes; ``start`` if there is nothing to do."""
-        client = FlightStore(self._options.location)
-        store_id = client.info().store_id
-        check_store(start, store_id)
-        plan = client.route_plan(max_offsets=most_rows(limit))
+        plan = self._plan(start, most_rows(limit))
         if self._options.epoch is not None and plan.epoch != self._options.epoch:
             raise fenced(self._options.epoch, plan.epoch)
         last = limits.MAX_OFFSET if self._end is None else self._end
@@ -286,11 +291,11 @@ class RouteStreamReader(LogStreamReader):
                 f"routing stands still: {todo} was matched {again} times, and never taken; the "
                 "log of this job says why"
             )
-        end |= {"store": store_id, "filters": plan.filters_version}
+        end |= {"store": plan.store_id, "filters": plan.filters_version}
         if again:
             end["again"] = again
-        known = todo[0].begin + plan.lag[todo[0].log]
-        self._latest |= {str(log): known for log in sorted(plan.lag)}
+        self._latest |= {str(log): plan.end for log in sorted(plan.lag)}
+        self._planned = end, plan
         return end
 
     @in_one_line()
@@ -301,24 +306,25 @@ class RouteStreamReader(LogStreamReader):
     @in_one_line()
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut the stretches between the cursors and ``end`` into tasks."""
-        client = FlightStore(self._options.location)
-        check_store(start, client.info().store_id)
-        log_stats = client.log_stats()
+        # What was planned for this end a moment ago still holds; a replay asks again.
+        planned, self._planned = self._planned, None
+        plan = planned[1] if planned and planned[0] == end else self._plan(start, None)
+        ends = logs_of(end)
         todo = [
-            Stretch(log, max(log_stats.cursors[log], log_stats.earliest), min(until, log_stats.end))
-            for log, until in sorted(logs_of(end).items())
-            if log in log_stats.cursors
+            Stretch(log, max(begin, plan.earliest), min(until, ends.get(log, 0)))
+            for log, begin, until in sorted(map(msgspec.structs.astuple, plan.stretches))
         ]
         todo = [stretch for stretch in todo if stretch.begin < stretch.end]
         if self._options.table == "matches":
             return dealt(todo, self._options.partitions)
-        return [LogPartition(stretch) for stretch in todo]
+        return [StretchesPartition(todo, plan.filters_version)] if todo else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Match one part of a micro-batch, with the filters that are live for it now."""
-        if isinstance(partition, LogPartition):
-            columns = [pa.array([value]) for value in partition.stretch]
-            yield self._shape.fit(pa.record_batch(columns, names=["log", "begin", "end"]))
+        if isinstance(partition, StretchesPartition):
+            rows = [(*stretch, partition.filters_version) for stretch in partition.stretches]
+            columns = [pa.array(values) for values in zip(*rows, strict=True)]
+            yield self._shape.fit(pa.record_batch(columns, names=self._shape.names))
             return
         assert isinstance(partition, RoutePartition)
         freeze_imports()
@@ -328,13 +334,12 @@ class RouteStreamReader(LogStreamReader):
     def _staged(self, pieces: Sequence[Stretch]) -> list[str]:
         """Stage the matches of each piece, in parts if filters change within it."""
         client = FlightStore(self._options.location)
-        live, live_from = None, 0
+        filters = LiveAt(client)
         with dropped_on_failure(client) as stages:
             for log, first, end in pieces:
                 begin = first
                 while begin < end:
-                    if live is None or not live_from <= begin < (live.until or end):
-                        live, live_from = client.filters(begin), begin
+                    live = filters.at(begin)
                     until = end if live.until is None else min(end, live.until)
                     matcher = matcher_of(live.filters)
                     batches = client.read_log(log, begin, until, columns=PACKED_COLUMNS)
@@ -368,9 +373,12 @@ class Staged(WriterCommitMessage):
     stages: list[str]
 
 
-def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
+def commit(
+    location: str, stages: Sequence[str], epoch: int | None, others: str | None = None
+) -> int:
     """Commit stages; return how many assignments that placed, beyond stages assigned before.
 
+    Stages whose names begin as ``others`` does are of tasks that came too late, and are dropped.
     Stages that did not take are left to the next micro-batch, which begins at the cursor; that
     another pipeline has taken over is an error.
     """
@@ -378,7 +386,7 @@ def commit(location: str, stages: Sequence[str], epoch: int | None) -> int:
         return 0
     client = FlightStore(location)
     try:
-        results = client.commit_stages(list(stages), epoch=epoch)
+        results = client.commit_stages(list(stages), epoch=epoch, others=others)
     except InvalidInput as error:
         if "is not here" not in str(error):
             raise
@@ -426,152 +434,3 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
 
 def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:
     return [stage for one in messages if isinstance(one, Staged) for stage in one.stages]
-
-
-# --- pipelines ------------------------------------------------------------------------------------
-
-
-def pipeline(
-    spark: SparkSession,
-    location: str,
-    *,
-    token: str | None = None,
-    ca: str | Path | None = None,
-) -> Pipeline:
-    """Return a pipeline from the log of the broker at ``location`` to its queues."""
-    return Pipeline(spark, locate(location, token=token, ca=ca))
-
-
-class Pipeline:
-    """Routes by columns that a transformation adds to the messages.
-
-    The transformation gets the table ``log`` (of the micro-batch) and returns it with more
-    columns; each column that it adds counts as an attribute of that name. Say the queue ``vip``
-    has the filter ``tier = 'gold'``, and messages only name their customer::
-
-        >>> customers = spark.read.parquet("customers")        # customer, tier
-        >>> def enrich(log):
-        ...     named = log.withColumn("customer", log.attributes["customer"])
-        ...     return named.join(broadcast(customers), "customer", "left")
-        >>> query = (penstock.spark.pipeline(spark, "grpc://127.0.0.1:8815")
-        ...          .transform(enrich).start(checkpoint="ckpt"))
-
-    It may do anything that keeps ``log`` and ``offset`` of a row, but not put rows off to a later
-    micro-batch (state, watermarks). Columns of the log that it changes are matched as changed (not
-    ``attributes``, which is a view of ``attributes_json``). A message whose rows are all dropped
-    goes to no queue; one that a join has multiplied goes to every queue that one of its rows
-    matches, once. The message itself is never changed: the enrichment is for routing.
-    """
-
-    def __init__(self, spark: SparkSession, location: str) -> None:
-        self._spark = spark
-        self._location = location
-        self._steps: tuple[Callable[[DataFrame], DataFrame], ...] = ()
-        self._payload = False
-
-    def transform(
-        self, step: Callable[[DataFrame], DataFrame], *, payload: bool = False
-    ) -> Pipeline:
-        """Return a pipeline with one step more; ``payload`` asks for that column of the log."""
-        added = Pipeline(self._spark, self._location)
-        added._steps = (*self._steps, step)
-        added._payload = self._payload or payload
-        return added
-
-    def start(
-        self,
-        *,
-        checkpoint: str | Path,
-        trigger: str = "0 seconds",
-        max_offsets: int = DEFAULT_MAX_OFFSETS,
-        name: str = "penstock-pipeline",
-    ) -> StreamingQuery:
-        """Start routing; takes over from any other pipeline, as ``route`` does."""
-        epoch = take_over(self._location)
-        stretches = route_stream(self._spark, self._location, "stretches", epoch, max_offsets)
-
-        def run(batch: DataFrame, _: int) -> None:
-            todo = [Stretch(row["log"], row["begin"], row["end"]) for row in batch.collect()]
-            self._route(todo, epoch)
-
-        writer = stretches.writeStream.foreachBatch(run)
-        return _started(self._spark, name, writer, checkpoint, trigger)
-
-    def _route(self, todo: list[Stretch], epoch: int) -> None:
-        if not todo:
-            return
-        client = FlightStore(self._location)
-        live = {log: client.filters(begin) for log, begin, _ in todo}
-        # Offsets with other live filters are left to the next micro-batch.
-        bounds = [Stretch(log, begin, min(end, live[log].until or end)) for log, begin, end in todo]
-        matches = self._matches(bounds, live)
-        with dropped_on_failure(client) as stages:
-            for stretch in bounds:
-                mine = matches.filter(pc.equal(matches["log"], stretch.log))
-                stages.append(SystemClock().lease_id().hex())
-                client.stage(
-                    stages[-1],
-                    mine.select(MATCHES.names).cast(MATCHES).to_batches(),
-                    **stretch._asdict(),
-                    filters_version=live[stretch.log].filters_version,
-                    epoch=epoch,
-                )
-            commit(self._location, stages, epoch)
-
-    def _matches(self, bounds: list[Stretch], live: Mapping[int, LiveFilters]) -> pa.Table:
-        log = (
-            self._spark.read.format("penstock")
-            .options(
-                **place_of(self._location),
-                table="log",
-                payload=str(self._payload).lower(),
-                stretches=msgspec.json.encode(bounds).decode(),
-            )
-            .load()
-        )
-        for step in self._steps:
-            log = log.transform(step)
-        missing = [name for name in _NEEDED if name not in log.columns]
-        if missing:
-            raise InvalidInput(
-                f"the transformation must keep the columns of the log; {', '.join(missing)} is gone"
-            )
-        twice = {name for name in log.columns if log.columns.count(name) > 1}
-        if twice:
-            raise InvalidInput(f"the transformation has column {min(twice)!r} twice: rename one")
-        extra = [name for name in log.columns if name not in _LOG_COLUMNS]
-        filters = {number: each.filters for number, each in live.items()}
-        match = _matching(filters, extra)
-        rows = log.select(*_NEEDED, *extra)
-        return rows.mapInArrow(match, "log int, offset bigint, queue string").toArrow()
-
-
-def _matching(
-    filters: Mapping[int, Mapping[str, str]], extra: list[str]
-) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return the function that matches on the executors."""
-
-    def match(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            logs = batch.column("log")
-            for log in pc.unique(logs).to_pylist():
-                part = batch.filter(pc.equal(logs, log))
-                added = {name: _values(part.column(name), name) for name in extra}
-                found = match_batch(matcher_of(filters[log]), part, added)
-                numbers = pa.repeat(pa.scalar(log, pa.int32()), found.num_rows)
-                yield pa.record_batch([numbers, *found.columns], names=["log", "offset", "queue"])
-
-    return match
-
-
-def _values(column: pa.Array, name: str) -> list[Any]:
-    kind = column.type
-    plain = (pa.types.is_string, pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    if pa.types.is_decimal(kind):
-        column = column.cast(pa.float64())
-    elif not any(test(kind) for test in plain) and not pa.types.is_null(kind):
-        raise InvalidInput(
-            f"column {name!r} is {kind}: an attribute is text, a number or true or false"
-        )
-    values: list[Any] = column.to_pylist()
-    return values

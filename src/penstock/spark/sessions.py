@@ -27,7 +27,8 @@ from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
 from penstock import limits
 from penstock.errors import InvalidInput, PenstockError
-from penstock.flight.client import FlightStore, locate
+from penstock.flight.client import FlightStore
+from penstock.flight.location import Location, locate
 from penstock.flight.protocol import error_named
 from penstock.spark.delta import Archive
 
@@ -280,11 +281,38 @@ def read(
         return reader.load()
 
 
+def milliseconds(text: str) -> int:
+    """Turn ``500ms``, ``30s``, ``5m`` or ``1h`` into milliseconds; a bare number is ms."""
+    found = re.fullmatch(r"(\d{1,9})\s*(ms|s|m|h)?", text)
+    if found is None:
+        raise InvalidInput(f"{text!r:.100} is not a time like 5m, 30s or 500ms")
+    return int(found[1]) * {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, None: 1}[found[2]]
+
+
+def located(
+    location: str,
+    *,
+    token: str | None = None,
+    ca: str | Path | None = None,
+    retry_for: str | None = None,
+) -> Location:
+    """Return the place of a broker that a job works on, which is waited for if it is away.
+
+    ``retry_for``, such as ``"5m"``, is for how long; by default as a location says that has it.
+    """
+    retry_ms = None if retry_for is None else milliseconds(retry_for)
+    if retry_ms is None and not (isinstance(location, Location) and location.retry_ms is not None):
+        retry_ms = limits.MAX_AWAY_MS
+    return locate(location, token=token, ca=ca, retry_ms=retry_ms)
+
+
 def place_of(location: str) -> dict[str, str]:
     """Return the options of the data source that name a broker, with the access to it."""
-    located = locate(location)
+    place = locate(location)
     names = ("token", "ca", "certificate", "key")
-    options = {"server": str(located), **dict(zip(names, located.access, strict=True))}
+    options = {"server": str(place), **dict(zip(names, place.access, strict=True))}
+    if place.retry_ms is not None:
+        options["retryFor"] = f"{place.retry_ms}ms"
     return {name: value for name, value in options.items() if value}
 
 

@@ -8,7 +8,6 @@ is an error: a misspelt ``startingOffset`` must not read everything.
 from __future__ import annotations
 
 import os
-import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,11 +18,12 @@ from pyspark.sql.types import StructField, StructType
 
 from penstock import limits
 from penstock.errors import InvalidInput, did_you_mean
-from penstock.flight.client import locate
+from penstock.flight.location import locate
 from penstock.flight.tables import TABLES as SCHEMAS
 from penstock.flight.tables import make_schema
 from penstock.spark.reader import TableReader, spark_schema
 from penstock.spark.route import AssignmentWriter, RouteStreamReader
+from penstock.spark.sessions import milliseconds
 from penstock.spark.stream import FeedStreamReader, LogStreamReader
 from penstock.spark.writer import BatchPublisher, StreamPublisher
 
@@ -148,11 +148,6 @@ def _times(text: str) -> int | dict[str, int]:
     return {name: _time_ms(str(time)) for name, time in by_name.items()}
 
 
-def _delay_ms(text: str) -> int:
-    number, unit = re.fullmatch(r"(\d{1,9})\s*(ms|s|m|h)?", text).groups()  # type: ignore[union-attr]
-    return int(number) * {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, None: 1}[unit]
-
-
 _TIME: Final = (
     "milliseconds since the epoch, a time with its zone like 2026-01-31T12:00:00Z, or JSON like "
     '{"0": 1893456000000} (by log or queue)'
@@ -181,7 +176,8 @@ _PARSED: Final[dict[str, tuple[str, Callable[[str], Any], str]]] = {
     "endingTimestamp": ("ending_ms", _times, _TIME),
     "maxOffsetsPerTrigger": ("max_offsets", *_offsets),
     "minOffsetsPerTrigger": ("min_offsets", *_offsets),
-    "maxTriggerDelay": ("trigger_delay_ms", _delay_ms, "a time like 15m, 30s or 500ms"),
+    "maxTriggerDelay": ("trigger_delay_ms", milliseconds, "a time like 15m, 30s or 500ms"),
+    "retryFor": ("retry_ms", milliseconds, "a time like 5m, 30s or 500ms"),
     "failOnDataLoss": ("fail_on_data_loss", _boolean, "true or false"),
     "stretches": ("stretches", _stretches, "JSON like [[0, 5, 900]] (log, begin, end)"),
     "onBadRow": ("on_bad_row", _on_bad_row, f"one of {', '.join(map(repr, ON_BAD_ROW))}"),
@@ -192,7 +188,7 @@ _PARSED: Final[dict[str, tuple[str, Callable[[str], Any], str]]] = {
     ),
     "epoch": ("epoch", _number(0, limits.MAX_OFFSET), f"a number from 0 to {limits.MAX_OFFSET}"),
 }
-_PLACE: Final = {"server", "location", "token", "ca", "certificate", "key", "table"}
+_PLACE: Final = {"server", "location", "token", "ca", "certificate", "key", "table", "retryfor"}
 _BAD_ROWS: Final = {"onbadrow", "quarantinepath"}
 _READ: Final = _PLACE | {name.lower() for name in _PARSED} - _BAD_ROWS
 _WRITE: Final = _PLACE | _BAD_ROWS | {"epoch", "checkpointlocation"}
@@ -269,7 +265,7 @@ def _parsed(options: Mapping[str, str], table: str) -> Options:
         if text is not None:
             try:
                 fields[field] = parse(text)
-            except (AttributeError, KeyError, ValueError, msgspec.MsgspecError):
+            except (InvalidInput, KeyError, ValueError, msgspec.MsgspecError):
                 raise InvalidInput(f"{name} is {says}, not {text!r:.100}") from None
     if fields.get("payload") and "payload" not in fields.get("columns", ("payload",)):
         fields["columns"] += ("payload",)
@@ -284,7 +280,8 @@ def _parsed(options: Mapping[str, str], table: str) -> Options:
         )
     # The key goes along to the executors, whose environment may be another.
     access = {name: options.get(name) for name in ("token", "ca", "certificate", "key")}
-    located = locate(location, **access)
+    retry_ms = fields.pop("retry_ms", limits.MAX_AWAY_MS)
+    located = locate(location, **access, retry_ms=retry_ms)
     storage = {name.upper(): text for name, text in options.items() if name.startswith("aws_")}
     return Options(location=located, table=table, storage=storage, **fields)
 

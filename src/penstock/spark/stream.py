@@ -1,11 +1,10 @@
 """Streams that go on from their checkpoints: the log, and the change feed.
 
 The change feed is the tables done, failed and attempts, by the sequence numbers of each queue. Its
-offset says of every queue which number comes next, when the queue was made, and a time before which
-no message has ended that is still to be read::
+offset says of every queue which number comes next, and a time before which no message has ended
+that is still to be read; :mod:`penstock.spark.positions` packs them::
 
-    {"store": "0c2f9a11", "at": 1893456000000,
-     "queues": {"orders": {"created": 1893450000000, "since": 1893456000000, "done": 905}}}
+    {"store": "0c2f9a11", "at": 1893456000000, "packed": "AXicY2BkYGRgZmBh…"}
 
 Attempts come with the messages that they were made at, when those are done or have failed: they
 have both numbers. Numbers never move, and no later message gets a lower one than the broker has
@@ -34,9 +33,6 @@ from penstock.errors import InvalidInput, PenstockError, QueueNotFound
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import HistoryEnds, HistoryStretch, HistoryTicket
 from penstock.spark.log import (
-    EARLIEST,
-    LATEST,
-    LEAST_PIECE,
     Offset,
     between,
     check_names,
@@ -47,17 +43,26 @@ from penstock.spark.log import (
     offset_of,
     resolve,
 )
+from penstock.spark.positions import (
+    FeedOffset,
+    deal,
+    gone,
+    next_positions,
+    packed,
+    starting_positions,
+    stretches_between,
+    unpacked,
+)
 from penstock.spark.reader import Shape, read_stretch, starting, tasks
 from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     import pyarrow as pa
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.types import StructType
 
-    from penstock.flight.protocol import QueueHistory
     from penstock.model import LogStats
     from penstock.spark.source import Options
 
@@ -212,26 +217,6 @@ class LogStreamReader(StreamReader):
 # --- the change feed ------------------------------------------------------------------------------
 
 
-class Position(msgspec.Struct, omit_defaults=True):
-    """Where a queue is read next: when it was made, and the next number by state.
-
-    No message that is still to be read has ended before ``since``.
-    """
-
-    created: int
-    since: int
-    done: int = -1
-    failed: int = -1
-
-
-class FeedOffset(msgspec.Struct):
-    """The offset of a stream: the time of the broker, and the position in each queue."""
-
-    store: str
-    at: int
-    queues: dict[str, Position]
-
-
 @dataclass
 class FeedPartition(InputPartition):
     """Stretches of history that one task reads."""
@@ -243,6 +228,8 @@ class FeedStreamReader(StreamReader):
     """Follows the history of queues."""
 
     _until: HistoryEnds | None = None
+    # The latest answer of the broker: queues by their numbers.
+    _known: HistoryEnds | None = None
 
     @property
     def _states(self) -> tuple[str, ...]:
@@ -250,7 +237,27 @@ class FeedStreamReader(StreamReader):
 
     def _ends(self, **since: int) -> HistoryEnds:
         """Ask the broker how far history goes; queues that are not there are left out."""
-        return FlightStore(self._options.location).history_ends(self._options.queues, **since)
+        ends = FlightStore(self._options.location).history_ends(self._options.queues, **since)
+        self._known = ends
+        return ends
+
+    def _unpacked(
+        self, start: Mapping[str, Any], end: Mapping[str, Any]
+    ) -> tuple[FeedOffset, FeedOffset]:
+        """Return offsets with the names of their queues."""
+        known = self._known
+        if known is None or gone(start, end, known):
+            known = self._ends()
+        check_store(start, known.store_id)
+        lost = gone(start, end, known)
+        # Queues that the option leaves out are not asked for.
+        if lost and self._options.queues is None and self._options.fail_on_data_loss:
+            raise InvalidInput(
+                f"data loss: messages of the queue with number {lost[0]} are asked for, but the "
+                "queue was deleted before they were read. Set failOnDataLoss to false to go on "
+                "without them"
+            )
+        return unpacked(start, known), unpacked(end, known)
 
     @in_one_line()
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
@@ -265,7 +272,7 @@ class FeedStreamReader(StreamReader):
                 raise QueueNotFound.among(queue, ends.queues)
         place = "earliest" if times is not None else options.starting or "latest"
         positions = starting_positions(ends, self._states, place)
-        return _plain(FeedOffset(ends.store_id, ends.at_ms, positions))
+        return packed(FeedOffset(ends.store_id, ends.at_ms, positions), ends)
 
     def _at_times(self, ends: HistoryEnds, times: Mapping[str, int]) -> HistoryEnds:
         """Ask where the history of each queue begins at its own time."""
@@ -280,9 +287,9 @@ class FeedStreamReader(StreamReader):
     @in_one_line()
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Return where the next micro-batch ends; ``start`` if there is nothing."""
-        begin = _offset(start)
         ends = self._until or self._ends()
         check_store(start, ends.store_id)
+        begin = unpacked(start, ends)
         whole = starting_positions(ends, self._states, "latest")
         latest = FeedOffset(ends.store_id, ends.at_ms, whole)
         waiting = sum(self._lag(begin, latest).values())
@@ -292,8 +299,8 @@ class FeedStreamReader(StreamReader):
             end = begin
             if self._until is None:
                 SystemClock().wait(Waiter(), IDLE_MS)
-        self._latest = {**_plain(latest), "lag": self._lag(end, latest)}
-        return start if end is begin else _plain(end)
+        self._latest = {**packed(latest, ends), "lag": self._lag(end, latest)}
+        return start if end is begin else packed(end, ends)
 
     def _lag(self, reached: FeedOffset, latest: FeedOffset) -> dict[str, int]:
         """Return how many numbers are left, by queue."""
@@ -310,12 +317,9 @@ class FeedStreamReader(StreamReader):
     @in_one_line()
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Cut a micro-batch into tasks."""
-        stretches = stretches_between(_offset(start), _offset(end), self._states)
-        if not stretches:
-            return []
+        stretches = stretches_between(*self._unpacked(start, end), self._states)
         if not self._options.fail_on_data_loss:
             stretches = [msgspec.structs.replace(each, since_ms=None) for each in stretches]
-        check_store(start, FlightStore(self._options.location).info().store_id)
         return [FeedPartition(each) for each in deal(stretches, self._options.partitions)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -332,137 +336,3 @@ class FeedStreamReader(StreamReader):
                 options.where,
             )
             yield from map(self._shape.fit, FlightStore(options.location).read(ticket))
-
-
-def _offset(offset: Mapping[str, Any]) -> FeedOffset:
-    return msgspec.convert(offset, FeedOffset)
-
-
-def _plain(offset: FeedOffset) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(offset)
-    return plain
-
-
-# --- positions ------------------------------------------------------------------------------------
-
-
-def starting_positions(
-    ends: HistoryEnds, states: Sequence[str], place: str | Mapping[str, Any]
-) -> dict[str, Position]:
-    """Turn ``earliest``, ``latest`` or numbers by queue into a position for every queue.
-
-    ``earliest`` is where the history begins that the broker was asked for.
-    """
-    wanted: Mapping[str, Any]
-    if isinstance(place, str):
-        wanted = dict.fromkeys(ends.queues, EARLIEST if place == "earliest" else LATEST)
-    else:
-        wanted = place
-        check_names("startingOffsets", "queue", wanted, ends.queues)
-    return {
-        queue: _starting(queue, found, ends.at_ms, states, wanted[queue])
-        for queue, found in ends.queues.items()
-    }
-
-
-def _starting(
-    queue: str, found: QueueHistory, at_ms: int, states: Sequence[str], wanted: Any
-) -> Position:
-    position = Position(found.created_at_ms, at_ms)
-    if isinstance(wanted, int) and (len(states) == 1 or wanted < 0):
-        wanted = dict.fromkeys(states, wanted)
-    if not isinstance(wanted, dict) or set(wanted) != set(states):
-        raise InvalidInput(
-            f"startingOffsets of queue {queue} must say where done and failed begin, like "
-            '{"done": 5, "failed": 3}'
-        )
-    for state, number in wanted.items():
-        end = found.ends[state]
-        if not EARLIEST <= number <= end:
-            raise InvalidInput(
-                f"startingOffsets of queue {queue} is {number}; {state} has numbers up to {end}"
-            )
-        places = {EARLIEST: found.firsts.get(state, (end, at_ms)), LATEST: (end, at_ms)}
-        begin, since_ms = places.get(number, (number, found.created_at_ms))
-        setattr(position, state, begin)
-        position.since = min(position.since, since_ms)
-    return position
-
-
-def next_positions(
-    start: FeedOffset, ends: HistoryEnds, states: Sequence[str], most: int | None
-) -> dict[str, Position]:
-    """Return where a micro-batch ends that takes at most ``most`` numbers, shared by what waits."""
-    positions = {
-        queue: _begin(start, queue, found.created_at_ms, states)
-        for queue, found in ends.queues.items()
-    }
-    waits = sorted(
-        (width, queue, state)
-        for queue, position in positions.items()
-        for state in states
-        if (width := ends.queues[queue].ends[state] - getattr(position, state)) > 0
-    )
-    left, total = most, sum(width for width, _, _ in waits)
-    behind = set()
-    # The short ones first: each gets its share, and at least one number while there are any.
-    for width, queue, state in waits:
-        share = width if left is None else min(width, -(-width * left // total))
-        setattr(positions[queue], state, getattr(positions[queue], state) + share)
-        total -= width
-        if left is not None:
-            left -= share
-        if share < width:
-            behind.add(queue)
-    for queue in positions.keys() - behind:
-        positions[queue].since = ends.at_ms
-    return positions
-
-
-def _begin(start: FeedOffset, queue: str, created_at_ms: int, states: Sequence[str]) -> Position:
-    """Return where a queue is read from; one that is new, or was made again, from its first."""
-    known = start.queues.get(queue)
-    if known is not None and known.created == created_at_ms:
-        return msgspec.structs.replace(known)
-    return Position(created_at_ms, created_at_ms, **dict.fromkeys(states, 0))
-
-
-def stretches_between(
-    start: FeedOffset, end: FeedOffset, states: Sequence[str]
-) -> list[HistoryStretch]:
-    """Return the stretches between two offsets.
-
-    A queue that the stream has not read before, and that is older than it, is read from what is
-    left of its history.
-    """
-    found = []
-    for queue, until in end.queues.items():
-        begin = _begin(start, queue, until.created, states)
-        is_chosen_late = queue not in start.queues and until.created < start.at
-        since_ms = None if is_chosen_late else begin.since
-        for state in states:
-            numbers = getattr(begin, state), getattr(until, state)
-            if numbers[0] < numbers[1]:
-                found.append(HistoryStretch(queue, until.created, state, *numbers, since_ms))
-    return found
-
-
-def deal(
-    stretches: Iterable[HistoryStretch], pieces: int, least: int = LEAST_PIECE
-) -> list[list[HistoryStretch]]:
-    """Deal stretches out to about ``pieces`` tasks of like width; a task may have many queues."""
-    whole = list(stretches)
-    step = max(least, -(-sum(each.end - each.begin for each in whole) // max(1, pieces)))
-    tasks: list[list[HistoryStretch]] = []
-    room = 0
-    for stretch in whole:
-        begin = stretch.begin
-        while begin < stretch.end:
-            if not room:
-                tasks.append([])
-                room = step
-            end = min(stretch.end, begin + room)
-            tasks[-1].append(msgspec.structs.replace(stretch, begin=begin, end=end))
-            room -= end - begin
-            begin = end
-    return tasks

@@ -28,8 +28,9 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import MapType, StringType
 
 from penstock.clock import SystemClock
-from penstock.errors import InvalidInput, InvalidMessage, PenstockError
+from penstock.errors import InvalidInput, InvalidMessage, NotAllowed, PenstockError
 from penstock.flight.client import FlightStore
+from penstock.flight.location import Location, locate
 from penstock.flight.protocol import Published
 from penstock.flight.writes import COLUMNS, messages_of
 from penstock.validation import check_message
@@ -197,6 +198,14 @@ def drop_spools(client: FlightStore, spools: Iterable[str]) -> None:
             client.drop_spool(spool)
 
 
+def reach(location: str) -> None:
+    """Fail soon at an address where nobody is: who was reached once is waited for, as told."""
+    place = locate(location)
+    # A key that may only publish gets an answer, too.
+    with contextlib.suppress(NotAllowed):
+        FlightStore(Location(place, place.access, place.retry_ms)).info()
+
+
 def task_numbers() -> tuple[int, int]:
     """Return the partition of this task, and the number of the attempt at it."""
     context = TaskContext.get()
@@ -212,6 +221,10 @@ class BatchPublisher(_Publishing, DataSourceArrowWriter):
     content. To run a whole job again without publishing twice, give ``dedup_id`` yourself, from
     what identifies a row.
     """
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        super().__init__(options, schema)
+        reach(options.location)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send the rows of one task to the broker."""
@@ -244,6 +257,8 @@ class StreamPublisher(_Publishing, DataSourceStreamArrowWriter):
         assert context is not None
         query = context.getLocalProperty("sql.streaming.queryId")
         batch = context.getLocalProperty("streaming.sql.batchId")
+        if batch == "0":
+            reach(self._location)
         return self._write(iterator, f"{query}-{batch}")
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803

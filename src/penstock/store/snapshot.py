@@ -103,6 +103,9 @@ class PinnedStore(AbstractContextManager["PinnedStore"], Protocol):
     def depths(self, queue: str) -> Depths:
         """Count a queue's messages."""
 
+    def number(self, queue: str) -> int:
+        """Return the number that a queue got when it was made; no other queue gets it."""
+
     def sequence_ends(self, queue: str) -> dict[State, int]:
         """Return the sequence numbers that done and failed messages of a queue get next.
 

@@ -44,8 +44,8 @@ from penstock.spark.delta import (
     read_rows,
     write_rows,
 )
-from penstock.spark.sessions import parallelism, pinned, translated
-from penstock.spark.stream import deal
+from penstock.spark.positions import deal
+from penstock.spark.sessions import located, parallelism, pinned, translated
 from penstock.waiter import Waiter
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def archive(
     dry_run: bool = False,
     token: str | None = None,
     ca: str | Path | None = None,
+    retry_for: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Archived:
     """Move the history of queues to Delta tables at ``path``, partitioned by (UTC) date and queue.
@@ -105,7 +106,7 @@ def archive(
     if not states or not set(states) <= set(_STATES) or len(set(states)) < len(states):
         raise InvalidInput(f"states to archive are done and failed, not {list(states)!r:.100}")
     place = Archive.at(path)
-    client = FlightStore(location, token=token, ca=ca)
+    client = FlightStore(located(location, token=token, ca=ca, retry_for=retry_for))
     tell = progress or (lambda _: None)
     named = None if queues is None else list(queues)
     known = client.history_ends(named)

@@ -30,7 +30,7 @@ from penstock.flight.client import FlightStore
 from penstock.flight.protocol import ARCHIVED, OFFSETS
 from penstock.spark.delta import Archive, ArchiveTable
 from penstock.spark.log import COLUMNS, match_batch, matcher_of
-from penstock.spark.sessions import parallelism, pinned, read, translated
+from penstock.spark.sessions import located, parallelism, pinned, read, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,6 +80,7 @@ def backfill(
     dry_run: bool = False,
     token: str | None = None,
     ca: str | Path | None = None,
+    retry_for: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Backfill:
     """Fill a queue from the log, from an offset or a time on; by default all that is kept.
@@ -95,7 +96,7 @@ def backfill(
     """
     if window < 1:
         raise InvalidInput(f"window is at least 1, not {window}")
-    client = FlightStore(location, token=token, ca=ca)
+    client = FlightStore(located(location, token=token, ca=ca, retry_for=retry_for))
     location = client.location
     past = None
     if archive is not None:

@@ -20,7 +20,7 @@ from penstock.clock import SystemClock
 from penstock.errors import InvalidInput, InvalidMessage
 from penstock.flight.client import FlightStore
 from penstock.flight.writes import COLUMNS
-from penstock.spark.sessions import FROM_SPARK, pinned, read, revived
+from penstock.spark.sessions import FROM_SPARK, located, pinned, read, revived
 from penstock.spark.writer import (
     Rows,
     SpooledParts,
@@ -76,6 +76,7 @@ def collect(
     dry_run: bool = True,
     token: str | None = None,
     ca: str | Path | None = None,
+    retry_for: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CollectReport:
     """Free payloads that no queue refers to, below all that is still in the log.
@@ -83,7 +84,7 @@ def collect(
     >>> collect(spark, "grpc://127.0.0.1:8815").freed_bytes               # doctest: +SKIP
     >>> collect(spark, "grpc://127.0.0.1:8815", dry_run=False)            # doctest: +SKIP
     """
-    client = FlightStore(location, token=token, ca=ca)
+    client = FlightStore(located(location, token=token, ca=ca, retry_for=retry_for))
     location = client.location
     log = client.log_stats()
     below = F.col("message_id") < min(log.earliest, log.routed_up_to)
@@ -130,6 +131,7 @@ def redrive(
     dry_run: bool = False,
     token: str | None = None,
     ca: str | Path | None = None,
+    retry_for: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RedriveReport:
     """Make failed messages of a queue available again: all, or those that ``where`` selects.
@@ -142,7 +144,7 @@ def redrive(
     ...         dry_run=True).selected                              # doctest: +SKIP
     17
     """
-    client = FlightStore(location, token=token, ca=ca)
+    client = FlightStore(located(location, token=token, ca=ca, retry_for=retry_for))
     location = client.location
     client.queues([queue])
     columns = ("message_id", "failed_at", "attempts", "reason", "group", "attributes_json")
@@ -200,6 +202,7 @@ def publish(
     dry_run: bool = False,
     token: str | None = None,
     ca: str | Path | None = None,
+    retry_for: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PublishReport:
     """Publish rows of files (``format`` parquet, json or csv) or of a SQL ``query``.
@@ -217,7 +220,7 @@ def publish(
     ...         columns={"attributes": "struct(kind, price)", "group": "tenant",
     ...                  "dedup_id": "order_id"})                         # doctest: +SKIP
     """
-    client = FlightStore(location, token=token, ca=ca)
+    client = FlightStore(located(location, token=token, ca=ca, retry_for=retry_for))
     rows = _rows(spark, paths, query, format, options or {})
     spool = SystemClock().lease_id().hex()
     try:

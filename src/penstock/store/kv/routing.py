@@ -178,6 +178,10 @@ class RoutingVerbs(PublishVerbs):
                 cursors, self.log.end, max_offsets, changes, lambda at: self._filters_at(at)[1]
             ),
             lag={log: self.log.end - begin for log, begin in cursors.items()},
+            cursors=cursors,
+            store_id=f"{self.identity.store_id:08x}",
+            end=self.log.end,
+            earliest=self.log.earliest,
         )
 
     @verb

@@ -112,6 +112,10 @@ class Pinned(AbstractContextManager["Pinned"]):
             counts.available, counts.delayed, counts.in_flight, counts.done, counts.failed
         )
 
+    def number(self, queue: str) -> int:
+        """Return the number that a queue got when it was made."""
+        return self._queues[queue].number
+
     def sequence_ends(self, queue: str) -> dict[State, int]:
         """Return the sequence numbers that done and failed messages of a queue get next."""
         counts = self._queues[queue].counts

@@ -274,6 +274,10 @@ class SqlRouting(SqlPublish):
             filters_version=filters_version,
             stretches=stretches,
             lag={log: stats.end - begin for log, begin in stats.cursors.items()},
+            cursors=stats.cursors,
+            store_id=f"{self.store_id:08x}",
+            end=stats.end,
+            earliest=stats.earliest,
         )
 
     def filters_at(self, offset: int) -> LiveFilters:

@@ -195,6 +195,10 @@ class SqlPinned:
     def _sequences(self) -> dict[int, int]:
         return dict(self._run("read_sequences"))
 
+    def number(self, queue: str) -> int:
+        """Return the number that a queue got when it was made."""
+        return self._queues[queue].number
+
     def sequence_ends(self, queue: str) -> dict[State, int]:
         """Return the sequence numbers that done and failed messages of a queue get next."""
         mark = self._sequences.get(self._queues[queue].number, 0) * SLOTS
