@@ -481,16 +481,30 @@ def test_changes_of_queues_whose_commit_gets_no_answer_are_made_once(
 
 
 @pytest.mark.parametrize("how", ["made", "not made", "under way"])
-def test_done_messages_whose_purge_gets_no_answer_are_counted_once(
+def test_changes_of_messages_whose_commit_gets_no_answer_are_made_once(
     broker: Broker, postgres: PostgresServer, how: str
 ) -> None:
-    for _ in range(2):
+    def lost() -> LostCommit:
+        return LostCommit(broker, postgres, how)
+
+    broker.create_queue("r", max_attempts=1)
+    for _ in range(3):
         broker.send("q", b"x")
+    with lost() as move:
+        assert broker.move("q", "r", state="available", limit=1) == 1
+    (held,) = broker.claim("r", limit=9)
+    broker.release([held.receipt])
+    with lost() as redrive:
+        assert broker.redrive("r") == 1
+    assert broker.stats("r").redriven_total == 1
     broker.ack([each.receipt for each in broker.claim("q", limit=9)])
-    with LostCommit(broker, postgres, how) as cut:
+    with lost() as purge:
         assert broker.purge("q", states=["done"], limit=2) == 2
-    assert cut.times == 1
     assert broker.stats("q").done == 1
+    with lost() as log:
+        broker.configure_log(logs=20)
+    assert broker.log_stats().logs == 20
+    assert [each.times for each in (move, redrive, purge, log)] == [1, 1, 1, 1]
 
 
 @pytest.mark.slow

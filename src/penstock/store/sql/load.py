@@ -61,7 +61,7 @@ class SqlLoader:
 
     def _put_progress(self, progress: CopyProgress) -> None:
         self._run(
-            "put_note",
+            "load_position",
             token=_TOKEN + progress.fingerprint,
             numbers=[progress.section, progress.rows],
             at_ms=progress.at_ms,

@@ -159,7 +159,10 @@ class SqlMove(SqlSettle, SqlPublish):
             if (metadata := read_metadata(record or b"")) is not None
             and (where is None or where(metadata))
         }
-        redriven = self.change(lambda: self._redrive(queue, chosen, now_ms)) if chosen else []
+        redriven = []
+        if chosen:
+            work = partial(self._redrive, queue, chosen, now_ms)
+            redriven = self.change(self.once(work, now_ms), again=True)
         if life.level:
             log_step("redrive", queue.name, redriven)
         return len(redriven), further
@@ -208,9 +211,8 @@ class SqlMove(SqlSettle, SqlPublish):
                 chunk = self._pick(queue, state, room, now_ms)
             if not chunk:
                 break
-            out, in_ = self.change(
-                partial(self._move_step, queue, to, state, chunk, now_ms, dead=dead)
-            )
+            step = partial(self._move_step, queue, to, state, chunk, now_ms, dead=dead)
+            out, in_ = self.change(self.once(step, now_ms), again=True)
             if life.level:
                 log_move(queue.name, to.name, out, in_, dead=dead)
             moved += len(out)

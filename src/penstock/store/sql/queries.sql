@@ -270,17 +270,12 @@ JOIN dedup d ON d.scope = w.scope AND d.dedup_id = w.dedup_id
 WHERE d.expires_at_ms > :now_ms;
 
 -- name: find_request
--- The ids of the messages of a publish, or of another change, that has got no answer.
+-- The ids that a publish was given which has got no answer.
 SELECT message_ids FROM requests WHERE token = :token;
 
--- name: begin_note
--- Begin the note of a change. No row comes back if it has been made, by an attempt that got no answer.
-INSERT INTO requests VALUES (:token, '{{}}', :at_ms) ON CONFLICT DO NOTHING RETURNING at_ms;
-
--- name: put_note
--- Note which messages a change has removed, or how far a copy is.
-INSERT INTO requests VALUES (:token, :numbers::bigint[], :at_ms)
-ON CONFLICT (token) DO UPDATE SET message_ids = excluded.message_ids;
+-- name: note_change
+-- Note that a change is made. No row comes back if it has been made, by an attempt that got no answer.
+INSERT INTO requests VALUES (:token, '{{}}', :now_ms) ON CONFLICT DO NOTHING RETURNING at_ms;
 
 -- part: known_head
 -- Whether what the process knows is up to date, by the head of a log.
@@ -1935,6 +1930,11 @@ SET enqueued_total = :enqueued_total, claimed_total = :claimed_total, acked_tota
     removed_total = :removed_total, moved_in_total = :moved_in_total,
     moved_out_total = :moved_out_total
 WHERE queue = :queue AND slot = 0;
+
+-- name: load_position
+-- Note how far the copy is.
+INSERT INTO requests VALUES (:token, :numbers::bigint[], :at_ms)
+ON CONFLICT (token) DO UPDATE SET message_ids = excluded.message_ids;
 
 -- name: find_position
 -- How far the copy is; requests of publishes have tokens of sixteen bytes.

@@ -87,7 +87,7 @@ class SqlQueues(SqlMove, SqlRouting):
         # Rewrites the waiting messages, however many they are.
         reindex = spec.unclaimed_retention_ms != present.unclaimed_retention_ms
 
-        def work() -> list[int]:
+        def work() -> None:
             end = self.lock_heads().end
             queue = self.lock_queue(spec.name)
             if spec.version != queue.spec.version + 1:
@@ -113,7 +113,6 @@ class SqlQueues(SqlMove, SqlRouting):
                     queue=queue.number,
                     retention_ms=spec.unclaimed_retention_ms,
                 )
-            return []
 
         with database.at_leisure() if reindex else nullcontext():
             self.change_queues(self.once(work, now_ms), again=True)
@@ -138,18 +137,17 @@ class SqlQueues(SqlMove, SqlRouting):
 
     def _delete(self, queue_name: str, now_ms: int, *, drained: bool = False) -> int:
         """Remove a queue with the rest of its messages; a drained one only if none waits there."""
-        database, deleted = self.database, list[SqlQueue]()
+        database = self.database
 
-        def work() -> list[int]:
+        def work() -> tuple[SqlQueue | None, list[int]]:
             end = self.lock_heads().end
-            deleted.clear()
             # As of now: another process may have deleted it, and made it again.
             queue = self.by_name.get(queue_name)
             if queue is None or not database.run("lock_queue", number=queue.number):
-                return []
+                return None, []
             # No message can come any more, but a claim may end: its message is done or failed then.
             if drained and (not queue.coverage.draining or self._has_live(queue, now_ms)):
-                return []
+                return None, []
             # Before the rest, as every transaction locks them.
             self.changed(now_ms, filters_from=end)
             database.run("lock_pointers_of", queue=queue.number)
@@ -157,11 +155,10 @@ class SqlQueues(SqlMove, SqlRouting):
             rows += database.run("remove_queue", number=queue.number)
             ids = [row[0] for row in rows]
             self._let_go(ids)
-            deleted.append(queue)
-            return ids
+            return queue, ids
 
-        removed = self.change_queues(self.once(work, now_ms), again=True)
-        for queue in deleted:
+        queue, removed = self.change_queues(self.once(work, now_ms), again=True)
+        if queue is not None:
             self.wake(queue)
             self._log_removed(queue, removed, "purge")
         self._retention_looked_ms = None
@@ -170,14 +167,13 @@ class SqlQueues(SqlMove, SqlRouting):
     def _drain(self, queue_name: str, now_ms: int) -> None:
         self.queue(queue_name)
 
-        def work() -> list[int]:
+        def work() -> None:
             end = self.lock_heads().end
             queue = self.lock_queue(queue_name)
             queue.coverage.close(end)
             queue.coverage.draining = True
             self.put_coverage(queue)
             self.changed(now_ms, filters_from=end)
-            return []
 
         self.change_queues(self.once(work, now_ms), again=True)
         self.remove_drained(now_ms, CHUNK)

@@ -457,7 +457,7 @@ class SqlRouting(SqlPublish):
             self.changed(now_ms)
 
         self._log_looked_ms = None
-        self.change_queues(work)
+        self.change_queues(self.once(work, now_ms), again=True)
         if life.level:
             log_routes("assign", routes, routes.values())
 

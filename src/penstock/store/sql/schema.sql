@@ -51,7 +51,7 @@ CREATE TABLE log_heads (
 );
 
 -- A publish whose commit got no answer is sent again under the same token: it can't be there twice.
--- Nor can a change of a queue or a step of a purge: message_ids are those that it has removed.
+-- So is a change of queues or of settings, and a step of a purge, move or redrive: it has no ids.
 -- While the store is the target of a copy, a row with a longer token says how far that is.
 CREATE TABLE requests (
     token           bytea PRIMARY KEY,

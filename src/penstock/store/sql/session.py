@@ -381,20 +381,19 @@ class SqlSession:
             self._loaded_ms = 0
         return result
 
-    def once(self, work: Callable[[], list[int]], now_ms: int) -> Callable[[], list[int]]:
-        """Return ``work``, which returns ids, as one that may be repeated and is done once.
+    def once(self, work: Callable[[], T], now_ms: int) -> Callable[[], T]:
+        """Return ``work``, a transaction, as one that may be repeated and is done once.
 
-        It leaves a note of them, which the next attempt returns if the COMMIT got no answer.
+        It leaves a note. If a COMMIT gets no answer, the next attempt waits until the database has
+        ended the one before, and finds the note if that was committed.
         """
-        run, token, doubts = self.database.run, self.stamp(), self.database.doubts
+        token = self.stamp()
+        results: list[T] = []
 
-        def attempt() -> list[int]:
-            # Waits until the database has ended the attempt before.
-            if self.database.doubts > doubts and not run("begin_note", token=token, at_ms=now_ms):
-                return list(run("find_request", token=token)[0][0])
-            ids = work()
-            run("put_note", token=token, numbers=ids, at_ms=now_ms)
-            return ids
+        def attempt() -> T:
+            if self.database.run("note_change", token=token, now_ms=now_ms):
+                results.append(work())
+            return results[-1]
 
         return attempt
 

@@ -300,7 +300,7 @@ class SqlStore(SqlMaintain, SqlInspect, SqlSnapshots):
             self.database.run("put_ring_size", value=ring_size)
             self.zones.put_ring_high(now_ms)
 
-        self.change_queues(work)
+        self.change_queues(work, again=True)
 
     def split_tokens(self, queue_name: str, now_ms: int) -> int:
         """Give each token of a queue a range of its own; return how many. CockroachDB only."""
