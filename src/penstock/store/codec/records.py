@@ -62,6 +62,7 @@ field's default. Records that Queueber wrote are read with pycapnp, by the impor
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from struct import Struct, unpack_from
@@ -130,6 +131,7 @@ class LeaseRecord(NamedTuple):
 _SETTLED: Final = Struct("<QQqHI")
 _pack_settled: Final = _SETTLED.pack
 _LENGTH: Final = Struct("<H")
+_TIME: Final = Struct("<q")
 _pack_length: Final = _LENGTH.pack
 # In the count of done or failed messages: the first claim of one of them at least is known.
 _HAS_CLAIMS: Final = 0x8000
@@ -233,15 +235,15 @@ def ended_fields(buf: bytes, *, failed: bool) -> list[EndedFields]:
     """Decode them as plain tuples, which the garbage collector lets go of: for many of them."""
     record = "failed" if failed else "done"
     count = read_count(buf, 0, record)
-    pos = 2
-    runs: list[tuple[int, int | None]] = [(count, None)]
-    if count & _HAS_CLAIMS:
-        count -= _HAS_CLAIMS
-        runs, pos = _read_claims(buf, pos, count, record)
+    pos, first_ms, reason = 2, 0, ""
+    runs: Sequence[tuple[int, int | None]] = ((count, None),)
     found: list[EndedFields] = []
-    reason = ""
     try:
-        first_ms = _SETTLED.unpack_from(buf, pos)[2] if count else 0
+        if count & _HAS_CLAIMS:
+            count -= _HAS_CLAIMS
+            runs, pos = _read_claims(buf, count, record)
+            # Behind the ids of the first element.
+            (first_ms,) = _TIME.unpack_from(buf, pos + 16)
         for many, age_ms in runs:
             claimed_ms = None if age_ms is None else first_ms - age_ms
             for _ in range(many):
@@ -264,22 +266,36 @@ def ended_fields(buf: bytes, *, failed: bool) -> list[EndedFields]:
 
 
 def _read_claims(
-    buf: bytes, pos: int, count: int, record: str
-) -> tuple[list[tuple[int, int | None]], int]:
+    buf: bytes, count: int, record: str
+) -> tuple[Sequence[tuple[int, int | None]], int]:
     """Read how long before the end runs of elements were first claimed; refuse another spelling."""
     runs: list[tuple[int, int | None]] = []
-    left = count
-    while left > 0:
-        many, pos = read_var_u64(buf, pos, record)
-        coded, pos = read_var_u64(buf, pos, record)
-        age_ms = (coded - 1 >> 1) ^ -(coded - 1 & 1) if coded else None
-        if not 0 < many <= left or (runs and runs[-1][1] == age_ms):
-            break
-        runs.append((many, age_ms))
-        left -= many
-    if left or all(age_ms is None for _, age_ms in runs):
+    pos, left = 2, count
+    try:
+        while left > 0:
+            at = pos + 1 + (buf[pos] >> 4)
+            end = at + 1 + (buf[at] >> 4)
+            many, age_ms = run = _run_of(buf[pos:end])
+            # It would be one with that before it.
+            if runs and runs[-1][1] == age_ms:
+                break
+            runs.append(run)
+            left, pos = left - many, end
+    except (IndexError, CorruptRecord):
+        left = -1
+    if left or not runs or (age_ms is None and len(runs) == 1):
         raise CorruptRecord(f"{record}: its first claims are not those of {count} elements")
     return runs, pos
+
+
+@lru_cache(maxsize=1 << 14)
+def _run_of(encoded: bytes) -> tuple[int, int | None]:
+    """Decode a run; of messages that were acked one by one many are alike."""
+    many, at = read_var_u64(encoded, 0)
+    coded, _ = read_var_u64(encoded, at)
+    if not many:
+        raise CorruptRecord("a run of no elements")
+    return many, (coded - 1 >> 1) ^ -(coded - 1 & 1) if coded else None
 
 
 def encode_attempt(attempt: AttemptRecord) -> bytes:
