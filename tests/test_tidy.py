@@ -400,14 +400,14 @@ BUDGETS = {
     "server/console": 1_926,
     "spark": 5822,
     "store": 1_909,
-    "store/codec": 1_479,
-    "store/kv": 6_632,
+    "store/codec": 1_488,
+    "store/kv": 6637,
     "store/live": 2_440,
     "store/sql": 8_913,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 69_110, 48_325, 223, 14_528
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 69_131, 48_339, 223, 14_543
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -147,8 +147,7 @@ def _row(broker: Broker, entry: Any, copied_at_ms: int | None) -> tuple[Any, lis
             lease_deadline_ms=None,
             consumer=None,
         )
-    # A SQL database does not know it yet.
-    return msgspec.structs.replace(entry, first_claimed_ms=None), attempts
+    return entry, attempts
 
 
 def _log(broker: Broker) -> tuple[Any, ...]:

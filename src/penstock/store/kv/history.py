@@ -119,41 +119,46 @@ class History:
             entries += [
                 (i.message_id, i.key, now_ms, 1, i.metadata, reason, claimed_at_ms) for i in items
             ]
-        self.append(batch, queue, state, entries, one_ms)
+        self._append(batch, queue, state, entries, one_ms)
         if state is State.FAILED:
             queue.counts.failed_total += len(entries)
         else:
             queue.counts.acked_total += len(entries)
 
     def append(
+        self, batch: Batch, queue: Queue, state: State, entries: Sequence[EndedFields]
+    ) -> None:
+        """Append messages that have ended at any times."""
+        for _, same in groupby(entries, _ended_at):
+            self._append(batch, queue, state, list(same), None)
+
+    def _append(
         self,
         batch: Batch,
         queue: Queue,
         state: State,
-        entries: Sequence[EndedFields],
-        claimed_ms: int | None = None,
+        rest: list[EndedFields],
+        claimed_ms: int | None,
     ) -> None:
-        """Append messages; ``claimed_ms``: the first claim of all of them, if it is one."""
-        counts, exponent, count = queue.counts, queue.spec.bucket_exponent, len(entries)
+        """Append messages of one time; ``claimed_ms``: the first claim of all, if it is one."""
+        counts, exponent, count = queue.counts, queue.spec.bucket_exponent, len(rest)
         failed = state is State.FAILED
         number = counts.next_failed if failed else counts.next_done
         capacity = opendata.capacity(exponent)
         begin, _ = _run(queue.id, state, exponent)
-        for _, same in groupby(entries, _ended_at):
-            rest = list(same)
-            while rest:
-                # A part ends where its bucket does, and where the time changes.
-                first = number - number % capacity
-                room = first + capacity - number
-                chunk, rest = rest[:room], rest[room:]
-                bucket = (exponent << 60 | first).to_bytes(8, "big")
-                key = begin[:-8] + bucket + number.to_bytes(8, "big")
-                self.first_keys.note(begin, key)
-                record = encode_ended(chunk, failed=failed, claimed_ms=claimed_ms)
-                batch.put(key, record, self._table.family)
-                for entry in chunk if failed else ():
-                    batch.put(_FAILED_INDEX.key(queue.id, entry[0]), key, self._table.family)
-                number += len(chunk)
+        while rest:
+            # A part ends where its bucket does.
+            first = number - number % capacity
+            room = first + capacity - number
+            chunk, rest = rest[:room], rest[room:]
+            bucket = (exponent << 60 | first).to_bytes(8, "big")
+            key = begin[:-8] + bucket + number.to_bytes(8, "big")
+            self.first_keys.note(begin, key)
+            record = encode_ended(chunk, failed=failed, claimed_ms=claimed_ms)
+            batch.put(key, record, self._table.family)
+            for entry in chunk if failed else ():
+                batch.put(_FAILED_INDEX.key(queue.id, entry[0]), key, self._table.family)
+            number += len(chunk)
         if failed:
             counts.next_failed, counts.failed = number, counts.failed + count
         else:
