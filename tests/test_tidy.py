@@ -398,7 +398,7 @@ BUDGETS = {
     "salvage": 1_190,
     "server": 9_653,
     "server/console": 1_926,
-    "spark": 5822,
+    "spark": 5_899,
     "store": 1_909,
     "store/codec": 1_488,
     "store/kv": 6637,
@@ -407,7 +407,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 69_131, 48_339, 223, 14_543
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 69_208, 48_398, 223, 14_543
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

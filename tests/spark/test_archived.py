@@ -20,7 +20,7 @@ from penstock.errors import InvalidInput, QueueNotFound, StorageFailed, StoreMis
 from penstock.flight.client import FlightStore
 from penstock.flight.protocol import HistoryStretch, HistoryTicket
 from penstock.spark import delta
-from penstock.spark.archive import _Known
+from penstock.spark.archive import ArchivedPartition, _Known
 from penstock.spark.delta import Archive, Mark
 from penstock.spark.jobs import archive, optimize
 from penstock.spark.reader import TableReader, spark_schema
@@ -306,13 +306,33 @@ def renamed(part: Any, frame: str) -> Any:
 def test_a_snapshot_has_what_had_ended_by_then(spark: SparkSession, site: Site) -> None:
     site.work(60)
     site.archive(spark, queues=["few"])
+    site.work(60)
+    # In files, and live in the snapshot too.
+    site.archive(spark, trim=False)
+    assert site.broker.redrive("few", where="price = 3") > 0
+    site.settle()
     with snapshot(site.world.location, spark=spark) as then:
         whole = {table: named(site.rows(table)) for table in TABLES}
+        settings = {"snapshot": then.options["snapshot"], "partitions": "3"}
+
+        def check() -> None:
+            for table in TABLES:
+                assert named(site.rows(table, **settings)) == whole[table], table
+
+        check()
+        # What had failed in the snapshot fails again, and only that gets into files.
+        assert site.broker.redrive("all") > 0
         site.work(60)
         site.archive(spark)
-        for table in TABLES:
-            found = named(site.rows(table, snapshot=then.options["snapshot"]))
-            assert found == whole[table], table
+        check()
+        for table in ("done", "attempts"):
+            parts = [
+                {file.queue for file in part.files}
+                for part in site.reader(table, **settings).partitions()
+                if isinstance(part, ArchivedPartition)
+            ]
+            # Several tasks read what is archived of a queue.
+            assert sum("all" in queues for queues in parts) >= 2
 
 
 def test_queues_that_are_gone_or_were_made_anew(spark: SparkSession, site: Site) -> None:

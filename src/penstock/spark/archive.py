@@ -11,9 +11,14 @@ kinds:
   reads rows that came after the planned version and are not live. It compares them one by one:
   sixteen bytes of memory for each live row of a queue that was archived since.
 
-Attempts have no sequence numbers. A snapshot that the user keeps may be earlier than the planned
-version, whose marks then do not tell which of its rows are in files: some may have been redriven in
-between. For both, tasks of the second kind read all files, so that one task reads those of a queue.
+Attempts have no sequence numbers: tasks of the second kind read all of their files, so that one
+task reads those of a queue.
+
+A snapshot that the user keeps is earlier than the version that is planned, so that whatever is
+trimmed in it is there; but marks do not tell which of its rows are in files, as some may have been
+redriven in between. Its live rows are read as without an archive. A task that reads files leaves
+out what is live in the snapshot: it asks for rows with numbers such as the files have, by Delta's
+statistics, of which there are none where all that is archived was trimmed.
 """
 
 from __future__ import annotations
@@ -21,8 +26,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,14 +39,16 @@ from pyspark.sql.datasource import InputPartition
 from penstock.errors import InvalidInput, QueueNotFound
 from penstock.filters import parse
 from penstock.flight.client import FlightStore
-from penstock.flight.protocol import ReadCommand
+from penstock.flight.protocol import ReadCommand, SnapshotTicket
+from penstock.limits import MAX_OFFSET
 from penstock.spark.delta import CREATED, ENDED, Archive, ArchiveFile, Mark, read_rows
 from penstock.spark.log import COLUMNS, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from penstock.flight.protocol import ActionTicket, SnapshotTicket
+    from penstock.flight.protocol import ActionTicket, HeldSnapshot
+    from penstock.spark.delta import ArchiveTable
     from penstock.spark.source import Options
 
     Ticket: TypeAlias = ActionTicket | SnapshotTicket
@@ -54,18 +63,23 @@ T = TypeVar("T")
 
 @dataclass
 class ArchivedPartition(InputPartition):
-    """Files that the archive had when the DataFrame was planned."""
+    """Files that the archive had when the DataFrame was planned.
+
+    ``ticket``: for any part of a snapshot that the user keeps, whose live rows other tasks read.
+    """
 
     archive: Archive
     files: list[ArchiveFile]
+    ticket: SnapshotTicket | None = None
+    until_ms: int | None = None
 
 
 @dataclass
 class PresentPartition(InputPartition):
     """A share of the queues: live rows, and archived ones that no other task reads.
 
-    ``version`` is that of the table when the DataFrame was planned, ``until_ms`` the time of a
-    snapshot that the user keeps, and ``ticket`` is for any part of the snapshot to be read.
+    ``version`` is that of the table when the DataFrame was planned, and ``ticket`` is for any part
+    of the snapshot to be read.
     """
 
     archive: Archive
@@ -73,7 +87,6 @@ class PresentPartition(InputPartition):
     share: int
     shares: int
     version: int | None
-    until_ms: int | None
 
 
 class ArchivePlan(NamedTuple):
@@ -85,7 +98,7 @@ class ArchivePlan(NamedTuple):
     parts: list[ArchivedPartition]
 
 
-def plan(client: FlightStore, options: Options) -> ArchivePlan:
+def plan(client: FlightStore, options: Options, held: HeldSnapshot | None) -> ArchivePlan:
     """Open the archive and deal its files out."""
     archive = Archive.at(options.include_archive or "", options.storage)
     tables = archive.tables(client.info().store_id)
@@ -98,12 +111,40 @@ def plan(client: FlightStore, options: Options) -> ArchivePlan:
         for queue in options.queues:
             if queue not in made and queue not in archived:
                 raise QueueNotFound(f"no queue named {queue!r:.100}, nor is one archived")
-    if table is None or options.table == "attempts" or options.snapshot is not None:
+    if held is not None:
+        ticket = SnapshotTicket(held.snapshot, 0, ReadCommand(options.table))
+        if live is not None:
+            live = list(_queues(client, live, ticket, 0, 1))
+        return ArchivePlan(archive, live, None, _of_snapshot(client, options, table, ticket, held))
+    if table is None or options.table == "attempts":
         return ArchivePlan(archive, live, None, [])
     files = [(each.rows, each) for each in table.files(options.queues)]
     dealt = _dealt(files, options.partitions)
     parts = [ArchivedPartition(archive, some) for some in dealt]
     return ArchivePlan(archive, live, table.delta.version(), parts)
+
+
+def _of_snapshot(
+    client: FlightStore,
+    options: Options,
+    table: ArchiveTable | None,
+    ticket: SnapshotTicket,
+    held: HeldSnapshot,
+) -> list[ArchivedPartition]:
+    """Deal the files out that tasks compare with a snapshot: files of one queue are neighbours."""
+    if table is None:
+        return []
+    table.check(client.history_ends(options.queues and list(options.queues)))
+    files = sorted(table.files(options.queues), key=lambda each: (each.queue, each.date))
+    count = min(options.partitions, SHARES, len(files))
+    # Twice, to deal by the middle of each file.
+    total, before = 2 * sum(each.rows for each in files), 0
+    parts = [ArchivedPartition(table.archive, [], ticket, held.at_ms) for _ in range(count)]
+    for each in files:
+        at = (before + each.rows) * count // max(1, total)
+        parts[min(count - 1, at)].files.append(each)
+        before += 2 * each.rows
+    return [part for part in parts if part.files]
 
 
 def _dealt(weighed: Sequence[tuple[int, T]], count: int) -> list[list[T]]:
@@ -118,6 +159,34 @@ def _dealt(weighed: Sequence[tuple[int, T]], count: int) -> list[list[T]]:
 
 
 # --- reading --------------------------------------------------------------------------------------
+
+
+def read_archived(
+    options: Options, columns: Sequence[str], partition: ArchivedPartition
+) -> Iterator[pa.RecordBatch]:
+    """Read files without what is live in a snapshot that the user keeps."""
+    archive, files, ticket = partition.archive, partition.files, partition.ticket
+    if ticket is None:
+        yield from read_files(options, columns, archive, files)
+        return
+    client, names = FlightStore(options.location), _needed(options, columns)
+    wanted = list({each.queue for each in files})
+    queues = _queues(client, wanted, ticket, 0, 1)
+    number = "message_id" if options.table == "attempts" else "sequence"
+    lows, highs = (
+        [msgspec.json.decode(text).get(number, unknown) for text in texts]
+        for texts, unknown in (((f.lows for f in files), 0), ((f.highs for f in files), MAX_OFFSET))
+    )
+    where = f"{number} BETWEEN {min(lows)} AND {max(highs)}"
+    live: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    for batch in _live(client, options, queues, _needed(options, ()), ticket, where):
+        for queue in pc.unique(batch.column("queue")).to_pylist():
+            rows = batch.filter(pc.equal(batch.column("queue"), queue))
+            live[queue].append(_coded(options.table, rows))
+    for queue, some in groupby(files, lambda each: each.queue):
+        known = _Known(live.pop(queue, []))
+        for batch in read_files(options, names, archive, some, partition.until_ms):
+            yield batch.filter(known.absent(*_coded(options.table, batch)))
 
 
 def read_present(
@@ -164,7 +233,7 @@ def read_present(
         yield fresh
     for queue, files in new.items():
         rows_live = _Known(live.pop(queue, []))
-        for batch in read_files(options, (*names, CREATED), archive, files, partition.until_ms):
+        for batch in read_files(options, (*names, CREATED), archive, files):
             fresh = batch
             if then is not None:
                 made_at = pc.divide(batch.column(CREATED).cast(pa.int64()), 1000)
@@ -178,10 +247,12 @@ def _live(
     queues: Mapping[str, int],
     columns: Sequence[str],
     ticket: Ticket,
+    where: str | None = None,
 ) -> Iterator[pa.RecordBatch]:
     if queues:
+        payload = "payload" in columns
         command = ReadCommand(
-            options.table, list(queues), options.payload, columns, options.filter, partitions=1
+            options.table, list(queues), payload, columns, options.filter, where=where
         )
         yield from client.read(replace(ticket, part=0, command=command))
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 TABLES: Final[tuple[str, ...]] = ("done", "failed", "attempts")
 ENDED: Final = {"done": "done_at", "failed": "failed_at", "attempts": "ended_at"}
 CREATED: Final = "queue_created_at"
+# The columns that rows are found by in the store.
+_NUMBERS: Final = ("message_id", "sequence")
 _PARTITIONS: Final = ["date", "queue"]
 _STORE: Final = "penstock.store"
 _WEEK_HOURS: Final = 168
@@ -268,19 +270,27 @@ class ArchiveTable(NamedTuple):
                     )
 
     def files(self, queues: Iterable[str] | None = None, least_id: int = 0) -> list[ArchiveFile]:
-        """Return the files that may have messages of queues with ids of at least that."""
+        """Return the files that may have messages of queues with ids of at least that.
+
+        Without statistics a file may have any.
+        """
         wanted = None if queues is None else set(queues)
-        added = pa.table(self.delta.get_add_actions(flatten=True))
-        columns = ["path", "size_bytes", "partition.queue", "partition.date", "num_records"]
-        # Without statistics a file may have any.
-        highest = "max.message_id" if "max.message_id" in added.column_names else "num_records"
-        rows = zip(*(added.column(name).to_pylist() for name in [*columns, highest]), strict=True)
-        return [
-            ArchiveFile(path, size, queue, day.isoformat(), count or 0)
-            for path, size, queue, day, count, most in rows
-            if (wanted is None or queue in wanted)
-            and (highest == "num_records" or most is None or most >= least_id)
-        ]
+        found = []
+        for row in pa.table(self.delta.get_add_actions(flatten=True)).to_pylist():
+            lows, highs = (
+                {
+                    name: value
+                    for name in _NUMBERS
+                    if (value := row.get(f"{end}.{name}")) is not None
+                }
+                for end in ("min", "max")
+            )
+            queue, most = row["partition.queue"], highs.get("message_id", least_id)
+            if (wanted is None or queue in wanted) and most >= least_id:
+                ends = (msgspec.json.encode(each).decode() for each in (lows, highs))
+                day, count = row["partition.date"].isoformat(), row["num_records"] or 0
+                found.append(ArchiveFile(row["path"], row["size_bytes"], queue, day, count, *ends))
+        return found
 
     def queues(self) -> set[str]:
         """Return the names of all queues that have rows here."""

@@ -123,10 +123,9 @@ class TableReader(DataSourceReader):
         if options.table == "log":
             return self._of_log(client)
         held = None if options.snapshot is None else client.hold_snapshot(options.snapshot)
-        until_ms = None if held is None else held.at_ms
         archived = None
         if options.include_archive is not None:
-            archived = archive.plan(client, options)
+            archived = archive.plan(client, options, held)
         command = ReadCommand(
             options.table,
             queue=options.queues if archived is None else archived.queues,
@@ -145,13 +144,12 @@ class TableReader(DataSourceReader):
             else SnapshotTicket(held.snapshot, part, command)
             for part in parts
         ]
-        if archived is None:
-            return [TablePartition(ticket) for ticket in tickets]
+        if archived is None or held is not None:
+            live = [TablePartition(ticket) for ticket in tickets]
+            return [*live, *(archived.parts if archived is not None else ())]
         shares = min(len(tickets), archive.SHARES)
         present = [
-            archive.PresentPartition(
-                archived.archive, ticket, share, shares, archived.version, until_ms
-            )
+            archive.PresentPartition(archived.archive, ticket, share, shares, archived.version)
             for share, ticket in enumerate(tickets[:shares])
         ]
         return [*present, *archived.parts]
@@ -201,9 +199,7 @@ class TableReader(DataSourceReader):
         elif isinstance(partition, LogPartition):
             batches = read_stretch(self._options, self._shape, partition)
         elif isinstance(partition, archive.ArchivedPartition):
-            batches = archive.read_files(
-                self._options, self._shape.names, partition.archive, partition.files
-            )
+            batches = archive.read_archived(self._options, self._shape.names, partition)
         else:
             assert isinstance(partition, archive.PresentPartition)
             ticket = _of_action(partition.ticket)
