@@ -391,35 +391,42 @@ def test_a_driver_that_is_killed(
 
 
 @pytest.mark.slow
-def test_python_workers_that_are_killed(
+def test_python_workers_that_are_killed_while_they_match_stage_and_answer(
     spark: SparkSession, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.make_queues()
+    ids = world.publish(2_000)
     query = start(spark, world, tmp_path / "ckpt", max_offsets=500)
-    add = Stages.add
-    killed: set[int] = set()
+    add, filters_at = Stages.add, world.broker.filters_at
+    killed: list[str] = []
     one_by_one = threading.Lock()
 
-    def killing(self: Any, stage: Any) -> None:
-        # The one that stages waits for this answer: it dies in the middle of its task. Only once
-        # for each: a task has four tries, and may get a worker that is dead already for the next.
-        begin = stage.command.begin
+    def kill(phase: str, begin: int, at: int) -> None:
+        # Who waits for this answer dies in the middle of its task. Only once: a task has four
+        # tries, and may get a worker that is dead already for the next.
         with one_by_one:
-            if len(killed) < 3 and begin not in killed and (victims := python_workers(spark)):
+            if begin == at and phase not in killed and (victims := python_workers(spark)):
+                killed.append(phase)
                 for pid in victims:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                killed.add(begin)
-        add(self, stage)
 
-    monkeypatch.setattr(Stages, "add", killing)
-    for _ in range(3):
-        world.publish(700)
-        pause(300)
+    def matching(offset: int) -> Any:
+        kill("matching", offset, ids[500])
+        return filters_at(offset)
+
+    def staging(self: Any, stage: Any) -> None:
+        begin = stage.command.begin
+        kill("staging", begin, ids[1_000])
+        add(self, stage)
+        kill("staged", begin, ids[1_500])
+
+    monkeypatch.setattr(world.broker, "filters_at", matching)
+    monkeypatch.setattr(Stages, "add", staging)
     wait_for(lambda: not query.isActive or routed(world))
     query.stop()
     assert query.exception() is None
-    assert len(killed) == 3
+    assert killed == ["matching", "staging", "staged"]
     assert world.content() == world.naive()
     assert_clean(world.broker)
 

@@ -123,3 +123,25 @@ def test_filters_that_change_between_plan_and_match(routed_world: Any) -> None:
     assert expected["late"]
     expected["late"] = [each for each in expected["late"] if each > 1_500]
     assert routed_world.content() == expected
+
+
+def test_a_plan_holds_for_its_micro_batch_and_a_replay_asks_again(
+    routed_world: Any, actions: list[str]
+) -> None:
+    job = Job(routed_world)
+    actions.clear()
+    begin = job._at
+    tasks = job.plan()
+    assert actions == ["route_plan"]
+    # Nothing was routed yet: the same pieces, planned anew.
+    assert job._reader.partitions(begin, job._at) == tasks
+    assert actions == ["route_plan"] * 2
+    # After the commit a replay finds the cursors where the micro-batch ended.
+    job.commit(job.match(tasks))
+    assert job._reader.partitions(begin, job._at) == []
+    # A later plan is not taken for the one that a replay is about.
+    end = job._at
+    job._at = job._reader.latestOffset(end, MOST)
+    assert job._reader.partitions(begin, end) == []
+    later: list[Any] = job._reader.partitions(end, job._at)
+    assert sum(piece.end - piece.begin for task in later for piece in task.pieces) > 700
