@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.damaging import compact, files_of, flip
 from tests.stores.failing import make_engine, open_on
 
+import penstock
 from penstock import Message, State, limits
 from penstock.clock import ManualClock
+from penstock.errors import StoreDamaged
 from penstock.store.codec import opendata, records
 from penstock.testing.checking import assert_clean
+from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,3 +78,23 @@ def test_what_is_too_much_for_one_answer_loses_no_attempt(
     first, second = broker.claim("q", limit=9), broker.claim("q", limit=9)
     assert [each.attempts for each in (*first, *second)] == [1, limits.MAX_ATTEMPTS]
     assert_clean(broker)
+
+
+@pytest.mark.parametrize("design", ["indexed", "buckets"])
+def test_an_ack_does_not_need_a_first_attempt_that_can_not_be_read(
+    design: str, tmp_path: Path
+) -> None:
+    url, path = f"rocksdb:{tmp_path}/store?design={design}", tmp_path / "store"
+    with penstock.open(url, background=False) as broker:
+        broker.create_queue("q", backoff_base_ms=0, backoff_cap_ms=0)
+        broker.publish([Message(b"x", {"queue": "q"}) for _ in range(300)])
+        broker.release([each.receipt for each in broker.claim("q", limit=300)], delay_ms=0)
+    compact(path, DESIGNS[design])
+    for file in files_of(path)["history"]:
+        flip(file, 0, file.stat().st_size // 2)
+    with penstock.open(url, background=False) as broker:
+        deliveries = broker.claim("q", limit=10)
+        assert all(broker.ack([each.receipt for each in deliveries]))
+        with pytest.raises(StoreDamaged):
+            broker.attempts("q", deliveries[0].message_id)
+        assert broker.stats("q").done == 10
