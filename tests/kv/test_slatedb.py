@@ -39,6 +39,7 @@ from penstock.errors import (
     StoreMismatch,
 )
 from penstock.readers import open_reader
+from penstock.store.kv.state import FORMAT
 from penstock.urls import DESIGNS
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def test_a_damaged_manifest_is_told_of(place: SlateLocation, tmp_path: Path) -> 
         penstock.open(str(place))
 
 
-@pytest.mark.parametrize("changes", [{"format": 3}, {"design": "shoebox"}])
+@pytest.mark.parametrize("changes", [{"format": FORMAT + 1}, {"design": "shoebox"}])
 def test_a_store_of_tomorrow_is_refused_and_not_taken_over(
     place: SlateLocation, changes: dict[str, object]
 ) -> None:
