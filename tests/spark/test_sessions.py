@@ -16,8 +16,10 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 import pyarrow as pa
 import pyspark
+from pyspark.errors import PySparkException
 
 import penstock
+from penstock.errors import InvalidInput
 from penstock.flight.client import FlightStore
 from penstock.flight.location import locate
 from penstock.server import running
@@ -25,7 +27,13 @@ from penstock.server.keys import add_key
 from penstock.spark import pipeline, session
 from penstock.spark.jobs import collect, redrive
 from penstock.spark.route import AVAILABLE_NOW, route, status
-from penstock.spark.sessions import DEFAULTS, _said, settings_for_query
+from penstock.spark.sessions import (
+    DEFAULTS,
+    _choose_python,
+    _said,
+    one_line,
+    settings_for_query,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,3 +184,48 @@ def test_a_location_keeps_its_access(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("PENSTOCK_CA", str(file))
     assert locate(plain).access == ("", "", "", "")
     assert locate("grpc+tls://h:1").access[:2] == ("other:key", pem)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_the_python_of_a_path_that_has_no_penstock_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    python = tmp_path / "python3"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for said, expected in (("1", None), ("None", sys.executable)):
+        # Like the monkeypatch, it takes the variable away in the end.
+        monkeypatch.setenv("PYSPARK_PYTHON", "")
+        monkeypatch.delenv("PYSPARK_PYTHON")
+        python.write_text(f"#!/bin/sh\necho {said}\n")
+        python.chmod(0o755)
+        _choose_python()
+        assert os.environ.get("PYSPARK_PYTHON") == expected
+    (record,) = caplog.records
+    assert f"since {python} has no penstock: set PYSPARK_PYTHON" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (InvalidInput("two\n  lines"), "two lines"),
+        (ValueError("bad"), "ValueError: bad"),
+        (PySparkException("x penstock.errors.InvalidInput: no such\nstack"), "no such"),
+        (PySparkException("[CAST_INVALID_INPUT] The value SQLSTATE: 22018\n== SQL =="),
+         "[CAST_INVALID_INPUT] The value"),
+        (PySparkException("An error occurred while calling o1.start.\n: java.io.IOException: gone\n"
+                          "\tat java"), "java.io.IOException: gone"),
+        (PySparkException("[STREAM_FAILED] Query [id = a, runId = b] terminated with exception: "
+                          "py4j.Py4JException\nTraceback (most recent call last):\n  File\n"
+                          "shop.errors.ShopError: no stock\n\tat java"), "ShopError: no stock"),
+        (PySparkException("org.apache.SparkException: Exception thrown in awaitResult:\n\tat\n"
+                          "Caused by: java.io.IOException: Stream closed\n"),
+         "java.io.IOException: Stream closed"),
+        (PySparkException("[STREAM_FAILED] Query [id = a, runId = b] terminated with exception: \n"
+                          "=== Streaming Query ===\n"),
+         "Spark gives no reason (PySparkException)"),
+    ],
+)  # fmt: skip
+def test_an_error_is_told_in_one_line(error: Exception, expected: str) -> None:
+    assert one_line(error) == expected

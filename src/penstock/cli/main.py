@@ -9,6 +9,7 @@ Exit codes::
     1  refused or failed, with one line on standard error
     2  wrong usage
     3  no server answers
+    4  another pipeline has taken over
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ EXAMPLES: Final = {
     "log read": "penstock log read --begin 1000 --limit 50",
     "route": "penstock route",
     "backfill": "penstock backfill books --from 2030-01-31T08:00:00+00:00",
+    "pipeline run": "penstock pipeline run pipeline.toml",
+    "pipeline check": "penstock pipeline check pipeline.toml",
     "pipeline route": "penstock pipeline route --checkpoint ./checkpoint",
     "pipeline status": "penstock pipeline status --location grpc://127.0.0.1:8815",
     "pipeline backfill": "penstock pipeline backfill books --archive ./archive",
@@ -177,20 +180,16 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            ours = _error_of_penstock(error)
-            if ours is None:
+            text, ours = str(error), error
+            if type(error).__module__.startswith(("pyspark.", "py4j.")):
+                # Spark is loaded by now. Its errors come with the stacks of two languages.
+                from penstock.spark.sessions import one_line, revived  # noqa: PLC0415
+
+                text, ours = one_line(error), revived(error) or error
+            elif not isinstance(error, PenstockError):
                 raise
-            click.echo(f"Error: {' '.join(str(ours).split())}", err=True)
+            click.echo(f"Error: {' '.join(text.split())}", err=True)
             ctx.exit(3 if isinstance(ours, ServerUnreachable) else 1)
-
-
-def _error_of_penstock(error: Exception) -> PenstockError | None:
-    """Return an error if it is one of Penstock, or one of Penstock that went through Spark."""
-    if type(error).__module__.startswith(("pyspark.", "py4j.")):
-        from penstock.spark.sessions import revived  # noqa: PLC0415 - Spark is loaded by now
-
-        return revived(error)
-    return error if isinstance(error, PenstockError) else None
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

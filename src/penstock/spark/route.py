@@ -168,10 +168,18 @@ def default_max_offsets(cores: int) -> int:
     return max(LEAST_MAX_OFFSETS, cores * LEAST_PIECE)
 
 
+_TAKEN_OVER: Final = "another pipeline has taken over"
+
+
+def is_fenced(error: BaseException) -> bool:
+    """Whether an error, also one that went through Spark, is that of :func:`fenced`."""
+    return _TAKEN_OVER in str(error)
+
+
 def fenced(mine: int | None, now: int) -> InvalidInput:
     """Return the error of a pipeline that another one has taken the place of."""
     return InvalidInput(
-        "another pipeline has taken over, or the routing was switched meanwhile: the epoch is "
+        f"{_TAKEN_OVER}, or the routing was switched meanwhile: the epoch is "
         f"{now}, this one has {mine}. Only the one that was started last routes; everything that "
         "this one had routed stays as it is"
     )

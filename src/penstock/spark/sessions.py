@@ -6,22 +6,25 @@ They read tables, also several of one moment of a broker, and translate Spark's 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import pyspark
-from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark import SparkConf, SparkContext, SparkFiles
 from pyspark.errors import AnalysisException, PySparkException
+from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
@@ -56,6 +59,8 @@ DEFAULTS: Final[Mapping[str, str]] = {
 
 On a cluster Spark chooses the last two.
 """
+
+logger = logging.getLogger(__name__)
 
 # The JVM starts in half the time; long analytics want the second compiler: session(quick=False).
 _QUICK_JVM: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto"
@@ -115,8 +120,65 @@ def session(
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     else:
         del defaults["spark.driver.bindAddress"], defaults["spark.driver.host"]
+        if "PYSPARK_PYTHON" not in os.environ and "spark.pyspark.python" not in {*said, *given}:
+            _choose_python()
     unsaid = {key: value for key, value in defaults.items() if key not in said}
-    return _shipped(_built(builder, {**unsaid, **given}))
+    return _shipped(_started(builder, {**unsaid, **given}))
+
+
+class _StartNoise:
+    """The standard error of the JVM: of its start nothing is shown, unless it fails; then all.
+
+    A dozen lines that nobody can do anything about: modules, host name, native library, log levels.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[bytes] | None = []
+        self._lock = threading.Lock()
+        out, self.end = os.pipe()
+        args = (open(out, "rb"),)  # noqa: PTH123, SIM115 - the thread closes it
+        threading.Thread(target=self._run, args=args, name="penstock-jvm", daemon=True).start()
+
+    def _run(self, lines: BinaryIO) -> None:
+        with lines:
+            for line in lines:
+                with self._lock:
+                    if self._kept is not None:
+                        self._kept.append(line)
+                        continue
+                self._write(line)
+
+    def over(self, *, failed: bool) -> None:
+        """Say everything from now on, and what the start has said if it has failed."""
+        with self._lock:
+            kept, self._kept = self._kept or [], None
+        for line in kept if failed else ():
+            self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        # Nobody may be there to read it.
+        with contextlib.suppress(OSError):
+            os.write(2, line)
+
+
+def _started(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
+    """Start a JVM, whose start is quiet, and a session in it."""
+    if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._gateway is not None:  # noqa: SLF001
+        return _built(builder, settings)
+    noise, failed = _StartNoise(), True
+    try:
+        conf = SparkConf()
+        conf.setAll(list(settings.items()))
+        try:
+            gateway = launch_gateway(conf, {"stderr": noise.end})  # type: ignore[no-untyped-call]
+        finally:
+            os.close(noise.end)
+        SparkContext._ensure_initialized(gateway=gateway)  # noqa: SLF001
+        spark = _built(builder, settings)
+        failed = False
+    finally:
+        noise.over(failed=failed)
+    return spark
 
 
 def _built(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
@@ -187,6 +249,30 @@ def _of_file(path: Path) -> dict[str, str]:
     }
 
 
+def _choose_python() -> None:
+    """Make Spark run this Python if the one that it would choose can't run the source.
+
+    Spark takes the first python3 of the path, for workers and to plan reads here. That of a virtual
+    environment which is not activated is not it: the source would not be found.
+    """
+    first = shutil.which("python3")
+    if first is not None and Path(first).parent == Path(sys.executable).parent:
+        return
+    look = "from importlib.util import find_spec as f; print(f('penstock') and f('pyspark') and 1)"
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = [first or "", "-c", look]
+        found = subprocess.run(command, capture_output=True, timeout=30, check=False)  # noqa: S603
+        if found.stdout.strip() == b"1":
+            return
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    logger.warning(
+        "Spark runs %s here and on its workers, since %s has no penstock: set PYSPARK_PYTHON if "
+        "that of the workers is elsewhere",
+        sys.executable,
+        first or "python3",
+    )
+
+
 _setting: Final = threading.Lock()
 
 
@@ -198,6 +284,7 @@ def settings_for_query(spark: SparkSession, settings: Mapping[str, str]) -> Iter
     stay; the others are set for as long as it takes to start the query.
     """
     with _setting:
+        _use_in_thread(spark)
         said = spark.conf.getAll
         unsaid = {key: value for key, value in settings.items() if key not in said}
         try:
@@ -207,6 +294,16 @@ def settings_for_query(spark: SparkSession, settings: Mapping[str, str]) -> Iter
         finally:
             for key in unsaid:
                 spark.conf.unset(key)
+
+
+def _use_in_thread(spark: SparkSession) -> None:
+    """Make a session the one of this thread: there Spark looks for the source of a stream's sink.
+
+    A thread that has not made the session has none.
+    """
+    if not is_connect(spark):
+        java = SparkSession._get_j_spark_session_class(spark._jvm)  # noqa: SLF001
+        java.setActiveSession(spark._jsparkSession)  # noqa: SLF001
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -238,6 +335,56 @@ def revived(error: BaseException) -> PenstockError | None:
     """
     found = _OURS.search(str(error))
     return error_named(found[1], found[2].strip()) if found else None
+
+
+# The last line of a stack of Python's calls.
+_RAISED: Final = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception)\w*: .+)$", re.MULTILINE)
+# Where a Java exception was called, and which query it has ended: what it says comes after that.
+_CALLED: Final = re.compile(
+    r"\AAn error occurred while calling .*\n: |"
+    r"\[STREAM_FAILED\] Query \[id = \S+, runId = \S+\] terminated with exception: | SQLSTATE: \w+|"
+    r"(?:[\w.]+: )?Job aborted due to stage failure: .*?executor [^)]*\): "
+)
+_CAUSE: Final = re.compile(r"^Caused by: (.+)$", re.MULTILINE)
+
+
+def one_line(error: BaseException) -> str:
+    """Tell an error, also one of Spark with the stacks of two languages, in one line."""
+    ours = error if isinstance(error, PenstockError) else revived(error)
+    if ours is not None:
+        return " ".join(str(ours).split())
+    text = _CALLED.sub("", str(error))
+    raised = _RAISED.findall(text) if "Traceback" in text else []
+    line = raised[-1] if raised else next((each for each in text.splitlines() if each.strip()), "")
+    if line.startswith("===") or line.rstrip().endswith(":"):
+        # What follows is the plan of the query, or a stack.
+        line = next(
+            reversed(_CAUSE.findall(text)), f"Spark gives no reason ({type(error).__name__})"
+        )
+    plain = isinstance(error, FROM_SPARK) or raised
+    return " ".join((line if plain else f"{type(error).__name__}: {line}").split())
+
+
+def is_lost(spark: SparkSession) -> bool:
+    """Whether a session has no JVM any more, or one whose Spark was stopped."""
+    if is_connect(spark):
+        return False
+    gateway = SparkContext._gateway  # noqa: SLF001 - Spark has no public name
+    process = getattr(gateway, "proc", None)
+    if gateway is None or (process is not None and process.poll() is not None):
+        return True
+    try:
+        return bool(spark.sparkContext._jsc.sc().isStopped())  # noqa: SLF001
+    except (*FROM_SPARK, Py4JError, OSError, AttributeError):
+        return True
+
+
+def kill_jvm() -> None:
+    """End the JVM that this process has started, at once."""
+    process = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001
+    if process is not None:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
