@@ -237,6 +237,15 @@ MAX_CONCURRENCY: Final = 10_000
 # Handlers' ends that the store has not confirmed; with more of them a worker claims nothing.
 MAX_UNSETTLED: Final = 1_000
 
+# --- the pipeline's process ---------------------------------------------------------------------
+# How long a part waits that has failed once, and at the most.
+PIPELINE_MIN_PAUSE_MS: Final = 1_000
+PIPELINE_MAX_PAUSE_MS: Final = 300_000
+# How long a stop waits for the parts, and after that for Spark.
+PIPELINE_STOP_MS: Final = 20_000
+# An error of a part, in one line.
+PIPELINE_LINE_CHARS: Final = 500
+
 # --- SQL databases ------------------------------------------------------------------------------
 MAX_RING_SIZE: Final = 4_096
 # How long one attempt to connect may take, and how often a transaction is tried again: in all,

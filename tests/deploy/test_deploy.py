@@ -17,9 +17,12 @@ import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
+from tests.docs.tables import pipeline_families
 
 import penstock
 from penstock.cli.main import cli
+from penstock.pipeline.file import read
+from penstock.pipeline.supervisor import TAKEN_OVER
 from penstock.server import running
 from penstock.worker.stats import serve_metrics
 
@@ -63,7 +66,14 @@ def test_another_manifest_or_a_command_sets_what_a_manifest_needs() -> None:
     parsed = [each for text in texts for each in yaml.safe_load_all(text)]
     maps = {each["metadata"]["name"] for each in parsed if each["kind"] == "ConfigMap"}
     services = {each["metadata"]["name"]: each for each in parsed if each["kind"] == "Service"}
-    assert maps == {name for name, _ in named(parsed, "configMapRef")}
+    mounted = {
+        volume["configMap"]["name"]
+        for each in parsed
+        if each["kind"] == "Deployment"
+        for volume in each["spec"]["template"]["spec"].get("volumes", [])
+        if "configMap" in volume
+    }
+    assert maps == mounted.union(name for name, _ in named(parsed, "configMapRef"))
     for text in texts:
         made = r"# +kubectl create secret generic (\S+) --from-(?:literal|file)=([a-z.]+)"
         secrets = dict(re.findall(made, text))
@@ -74,8 +84,8 @@ def test_another_manifest_or_a_command_sets_what_a_manifest_needs() -> None:
             assert int(port) in {each["port"] for each in services[host]["spec"]["ports"]}
 
 
-def test_the_servers_of_a_route_job_leave_the_routing_to_it() -> None:
-    """Else the job ends at once: the store routes inline."""
+def test_the_servers_of_a_pipeline_leave_the_routing_to_it() -> None:
+    """Else its routing fails again and again: the store routes inline."""
     routing, jobs = {}, {"compose.yaml": 0, "kubernetes": 0}
     given = {
         each["metadata"]["name"]: each["data"]
@@ -87,7 +97,7 @@ def test_the_servers_of_a_route_job_leave_the_routing_to_it() -> None:
         for resource in yaml.safe_load_all(path.read_text()):
             pod = resource.get("spec", {}).get("template", {}).get("spec", {})
             for container in pod.get("containers", []):
-                jobs["kubernetes"] += container["args"][:2] == ["pipeline", "route"]
+                jobs["kubernetes"] += container["args"][:2] == ["pipeline", "run"]
                 if container["args"] == ["serve"]:
                     maps = [each["configMapRef"] for each in container.get("envFrom", [])]
                     assert all(each["optional"] for each in maps), "inline without the job"
@@ -96,7 +106,7 @@ def test_the_servers_of_a_route_job_leave_the_routing_to_it() -> None:
                     }
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     jobs["compose.yaml"] = sum(
-        each.get("command", [])[:2] == ["pipeline", "route"] for each in services.values()
+        each.get("command", [])[:2] == ["pipeline", "run"] for each in services.values()
     )
     routing["compose.yaml"] = {
         "PENSTOCK_ROUTING": services["server"]["environment"]["PENSTOCK_ROUTING"]
@@ -105,6 +115,42 @@ def test_the_servers_of_a_route_job_leave_the_routing_to_it() -> None:
     assert set(routing) == {"rocksdb.yaml", "postgresql.yaml", "compose.yaml"}
     for settings in routing.values():
         assert show_config(settings)["routing"]["value"] == "pipeline"
+
+
+def pipeline_files() -> Iterator[tuple[str, str]]:
+    """Yield the name and text of each file of a pipeline, that of the manifest too."""
+    for path in (DEPLOY / "pipeline.toml", DEPLOY / "systemd" / "pipeline.toml"):
+        yield path.relative_to(DEPLOY).as_posix(), path.read_text()
+    for path in MANIFESTS:
+        for resource in yaml.safe_load_all(path.read_text()):
+            if "pipeline.toml" in resource.get("data", {}):
+                yield path.name, resource["data"]["pipeline.toml"]
+
+
+def test_the_pipeline_takes_its_files_and_reaches_what_serves_it(tmp_path: Path) -> None:
+    found = dict(pipeline_files())
+    assert set(found) == {"pipeline.toml", "systemd/pipeline.toml", "pipeline.yaml"}
+    for name, text in found.items():
+        file = tmp_path / "pipeline.toml"
+        file.write_text(text)
+        settings, problems = read(file)
+        assert settings is not None, (name, problems)
+        assert settings.broker.location.endswith(":8815")
+        assert settings.route is not None
+        assert settings.archive is not None
+
+
+def test_the_probes_of_the_pipeline_ask_where_its_file_puts_the_pages() -> None:
+    manifest = next(path for path in MANIFESTS if path.name == "pipeline.yaml")
+    texts = {"pipeline.yaml": manifest.read_text()}
+    texts["pipeline.toml"] = (DEPLOY / "compose.yaml").read_text()
+    for name, text in pipeline_files():
+        found = re.search(r'^address = "0\.0\.0\.0:(\d+)"$', text, re.MULTILINE)
+        if name in texts:
+            assert found is not None
+            assert (
+                f":{found[1]}/ready" in texts[name] or f"containerPort: {found[1]}" in texts[name]
+            )
 
 
 def resources() -> Iterator[Any]:
@@ -132,17 +178,23 @@ def test_the_image_installs_extras_that_exist() -> None:
     assert all(f"\n{extra} = [" in project for extra in extras.split(","))
 
 
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["penstock.service", "penstock-pipeline.service"])
+def test_systemd_accepts_the_unit(tmp_path: Path, name: str) -> None:
     if (analyze := shutil.which("systemd-analyze")) is None:
         reason = "systemd-analyze is not installed (Debian: apt-get install systemd)"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    unit = (DEPLOY / "systemd" / "penstock.service").read_text()
-    copy = tmp_path / "penstock.service"
+    unit = (DEPLOY / "systemd" / name).read_text()
+    copy = tmp_path / name
     copy.write_text(unit.replace("/opt/penstock/bin/penstock", "/bin/true"))
     found = subprocess.run([analyze, "verify", copy], check=True, capture_output=True, text=True)
     assert found.stderr == ""
+
+
+def test_a_pipeline_that_was_taken_over_from_is_not_started_again() -> None:
+    unit = (DEPLOY / "systemd" / "penstock-pipeline.service").read_text()
+    assert f"\nRestartPreventExitStatus={TAKEN_OVER}\n" in unit
 
 
 @pytest.mark.parametrize(("file", "arguments", "_settings"), [*containers()])
@@ -181,7 +233,7 @@ def show_config(variables: dict[str, str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Return the names of all series that a server on RocksDB and a worker export."""
+    """Return all series that a server on RocksDB, a worker and a pipeline export."""
     place = tmp_path_factory.mktemp("deploy")
     settings: dict[str, Any] = {"http": "127.0.0.1:0", "backup_directory": place / "backups"}
     with (
@@ -201,6 +253,9 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     ):
         text += page.read().decode()
     families = re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE)
+    for family in pipeline_families():
+        total = "_total" if family.type == "counter" else ""
+        families.append((f"{family.name}{total}", family.type))
     names = {name for name, kind in families if kind != "histogram"}
     for name, kind in families:
         if kind == "histogram":

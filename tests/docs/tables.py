@@ -14,10 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
 import yaml
 
 import penstock
 from penstock.cli import main as cli
+from penstock.clock import SystemClock
+from penstock.flight.client import RouteStatus, locate
+from penstock.pipeline.file import PARTS, text_of
+from penstock.pipeline.file import SECTIONS as SECTIONS_OF_PIPELINE
+from penstock.pipeline.pages import Pages, RoutingWatch
+from penstock.pipeline.supervisor import Part
 from penstock.server import running
 from penstock.server.config import SECTIONS, SETTINGS, LoadedConfig, load
 from penstock.server.metrics import CONTENTION
@@ -97,6 +104,38 @@ def worker_metrics() -> str:
     return _table(_METRIC_COLUMNS, sorted(map(_metric, WorkerCollector(worker.stats).collect())))
 
 
+def pipeline_metrics() -> str:
+    """Write every metric of a pipeline."""
+    families = [each for each in pipeline_families() if each.name.startswith("penstock_")]
+    return _table(_METRIC_COLUMNS, sorted(map(_metric, families)))
+
+
+def pipeline_families() -> list[Metric]:
+    """Return the metrics of a pipeline that has every part."""
+    pages = Pages(SystemClock())
+    pages.parts = [Part(name, lambda _: 0) for name in PARTS]
+    pages.watch = RoutingWatch(locate("grpc://127.0.0.1"))
+    status = {"routing": "pipeline", "epoch": 1, "cursors": {0: 1}, "routed_up_to": 1, "end": 1}
+    pages.watch.note(RouteStatus(**status, lag={0: 0}))  # type: ignore[arg-type]
+    return list(pages.registry.collect())
+
+
+def pipeline_settings() -> str:
+    """Write the keys of a pipeline's file: a table for each section."""
+    parts = []
+    for name, section in SECTIONS_OF_PIPELINE.items():
+        hints = typing.get_type_hints(section, include_extras=True)
+        rows = []
+        for field in msgspec.structs.fields(section):
+            about = typing.get_args(hints[field.name])[-1].replace("|", "\\|")
+            value = "required" if field.required else f"`{text_of(field.default)}`"
+            if field.default_factory is not msgspec.NODEFAULT or value == "``":
+                value = ""
+            rows.append((f"`{field.name}`", value, about))
+        parts.append(f"**`[{name}]`**\n\n" + _table(("key", "default", "means"), rows))
+    return "\n" + "\n".join(parts) + "\n"
+
+
 def _metric(family: Metric) -> tuple[str, ...]:
     name = f"{family.name}_total" if family.type == "counter" else family.name
     labels = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]
@@ -152,6 +191,8 @@ TABLES: Final = {
     "settings": settings,
     "metrics": metrics,
     "worker_metrics": worker_metrics,
+    "pipeline_metrics": pipeline_metrics,
+    "pipeline_settings": pipeline_settings,
     "alerts": alerts,
     "sqs_operations": sqs_operations,
 }

@@ -12,10 +12,12 @@ import click
 
 from penstock.cli import common
 from penstock.cli.common import Command, duration, given_files, is_server, tls_options
+from penstock.clock import SystemClock
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from penstock.pipeline.file import Settings
     from penstock.spark.jobs import Archived
 
 Job: TypeAlias = Callable[..., Any]
@@ -86,7 +88,8 @@ def _session(master: str | None) -> SparkSession:
     """Start Spark; it is loaded only here, so that --help and status do without."""
     from penstock.spark import session  # noqa: PLC0415 - needs an extra
 
-    return session(master, conf={"spark.log.level": "ERROR", "spark.ui.enabled": "false"})
+    # What goes wrong is told by the command itself, in one line.
+    return session(master, conf={"spark.log.level": "OFF", "spark.ui.enabled": "false"})
 
 
 def _runs_jobs(command: Command) -> Command:
@@ -103,6 +106,67 @@ def _runs_jobs(command: Command) -> Command:
         command(job, **given)
 
     return cast(Command, _spark_options(run))
+
+
+# --- the whole pipeline ---------------------------------------------------------------------------
+
+_file_options = common.options(
+    click.argument("file", type=click.Path(path_type=Path)),
+    click.option("--url", "--location", "location", metavar="URL", envvar="PENSTOCK_FLIGHT",
+                 show_envvar=True, help="The broker's Flight address, instead of the file's."),
+    click.option("--operations", metavar="HOST:PORT|off",
+                 help="The operations address, instead of the file's."),
+)  # fmt: skip
+
+
+@pipeline.command("run")
+@click.option("--check", is_flag=True, help="Only check the file and this machine, as 'check'.")
+@_file_options
+def run(file: Path, location: str | None, operations: str | None, *, check: bool) -> None:
+    """Run everything that FILE says, until SIGTERM or SIGINT: route, archive, reports.
+
+    A part that fails is started again, and the others go on. Exit code 4: another pipeline has
+    taken over.
+    """
+    settings = _checked(file, location, operations)
+    if check:
+        _say_settings(settings)
+        return
+    from penstock.pipeline.process import run as run_file  # noqa: PLC0415 - needs extras
+
+    run_file(file, settings)
+
+
+@pipeline.command("check")
+@_file_options
+@common.json_option
+def check_file(file: Path, location: str | None, operations: str | None) -> None:
+    """Say everything that is wrong with FILE, the file of a pipeline; starts no Spark."""
+    _say_settings(_checked(file, location, operations))
+
+
+def _checked(path: Path, location: str | None, address: str | None) -> Settings:
+    """Read a file; end with a line for each thing that is wrong with it, or that is lacking."""
+    from penstock.pipeline import file as files  # noqa: PLC0415 - needs an extra
+
+    settings, problems = files.read(path, location=location, address=address)
+    problems = problems or (files.lacking(path, settings) if settings is not None else [])
+    for each in problems:
+        click.echo(f"Error: {each}", err=True)
+    if problems or settings is None:
+        click.get_current_context().exit(1)
+    return settings
+
+
+def _say_settings(settings: Settings) -> None:
+    from penstock.pipeline.file import texts  # noqa: PLC0415 - needs an extra
+
+    shown = texts(settings)
+    if common.wants_json():
+        common.emit_json({section: dict(keys) for section, keys in shown.items()})
+        return
+    rows = [(f"[{name}]", key, value) for name, keys in shown.items() for key, value in keys]
+    common.show_table(("section", "key", "value"), rows)
 
 
 # --- routing --------------------------------------------------------------------------------------
@@ -128,6 +192,8 @@ def route(
     from penstock.spark.route import route as start  # noqa: PLC0415
 
     trigger = AVAILABLE_NOW if once else "0 seconds"
+    seconds = SystemClock().seconds
+    before, placed, begin = status(location), _placed(location), seconds()
     query = start(
         location, spark=spark, checkpoint=checkpoint, trigger=trigger, max_offsets=max_offsets
     )
@@ -135,9 +201,18 @@ def route(
         query.awaitTermination()
     except KeyboardInterrupt:
         query.stop()
-    now = status(location)
-    text = f"routed up to offset {now.routed_up_to} of {now.end}"
-    common.say_answer(now, text)
+    now, took = status(location), seconds() - begin
+    count, matches = now.routed_up_to - before.routed_up_to, _placed(location) - placed
+    text = f"routed {count} messages in {took:.1f} s, {count / took:,.0f}/s: {matches} matches; "
+    common.say_answer(now, f"{text}up to offset {now.routed_up_to} of {now.end}")
+
+
+def _placed(location: str) -> int:
+    """Count messages that have come into queues."""
+    from penstock.flight.client import FlightStore  # noqa: PLC0415 - needs an extra
+
+    rows = FlightStore(location).read_table("stats", where="metric = 'enqueued_total'").to_pylist()
+    return sum(row["value"] or 0 for row in rows)
 
 
 @pipeline.command("status")
