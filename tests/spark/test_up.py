@@ -1,8 +1,7 @@
-"""``penstock up --spark``: a server and the route job in one command."""
+"""``penstock up --spark``: a server and the pipeline in one command."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.ports import free_ports
 from tests.waiting import wait_until
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
@@ -35,23 +35,32 @@ def processes_about(text: str) -> list[bytes]:
 @pytest.mark.usefixtures("java")
 def test_what_is_published_is_routed_and_nothing_is_left_behind(tmp_path: Path) -> None:
     directory = tmp_path / "data"
+    ports = free_ports(3)
     listeners = [
-        word for name in ("native", "http", "flight") for word in (f"--{name}", "127.0.0.1:0")
+        word
+        for name, port in zip(("native", "http", "flight"), ports, strict=True)
+        for word in (f"--{name}", f"127.0.0.1:{port}")
     ]
     child = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "up", str(directory), "--spark", "--json", *listeners],
+        [sys.executable, "-m", "penstock", "up", str(directory), "--spark", *listeners],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={**os.environ, "PENSTOCK_URL": ""},
         text=True,
     )
     assert child.stdout is not None
     said = ""
     try:
-        while "}" not in said:
+        # It says what starts, how far that is, and then what to try.
+        while "penstock create orders" not in said:
             line = child.stdout.readline()
             assert line, said
             said += line
-        with penstock.connect(json.loads(said)["native"]) as client:
+        before, _, after = said.partition("Routing runs, after ")
+        assert f"(runs {directory / 'pipeline.toml'})" in before
+        assert f"the log is {directory / 'pipeline.log'})" in before
+        assert f"export PENSTOCK_URL=penstock://127.0.0.1:{ports[0]}\n" in after
+        with penstock.connect(f"penstock://127.0.0.1:{ports[0]}") as client:
             client.create_queue("orders")
             client.send("orders", b"hello")
             wait_until(
@@ -61,6 +70,8 @@ def test_what_is_published_is_routed_and_nothing_is_left_behind(tmp_path: Path) 
             )
     finally:
         child.send_signal(signal.SIGINT)
-        child.communicate(timeout=120)
-    assert child.returncode == 0, (directory / "route.log").read_text()
+        _, told = child.communicate(timeout=120)
+    log = (directory / "pipeline.log").read_text()
+    assert (child.returncode, told) == (0, ""), log
+    assert log.endswith(" info penstock.pipeline stopped\n")
     wait_until(lambda: not processes_about(str(directory)))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import typing
+from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ import penstock
 from penstock import limits
 from penstock.cli import common
 from penstock.cli.common import duration, open_store, size
+from penstock.clock import SystemClock
 from penstock.errors import InvalidInput
 from penstock.server import keys as keys_file
 from penstock.server.config import LISTENERS, OFF, SETTINGS, load, parse_address
@@ -28,7 +30,7 @@ from penstock.worker.outcome import resolve
 from penstock.worker.stats import serve_metrics
 
 if typing.TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from penstock.server.config import Setting
 
@@ -39,8 +41,12 @@ _METAVARS: Final = {
     "ConsolePlace": "HOST:PORT|on|off",
     "int": "N",
 }
-# How long the route job of 'up' may take to end.
-STOP_SECONDS: Final = 15.0
+# How long the pipeline of 'up' may take to end; how often it is looked at, and spoken of while it
+# starts.
+STOP_SECONDS: Final = 45.0
+LOOK_SECONDS: Final = 0.5
+SAY_SECONDS: Final = 5.0
+OPERATIONS: Final = "127.0.0.1:8818"
 
 
 # --- serve and config -----------------------------------------------------------------------------
@@ -117,9 +123,7 @@ def config(config_file: str | None, **flags: Any) -> None:
 @click.command("up")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path),
                 default="penstock-data")  # fmt: skip
-@click.option(
-    "--spark", is_flag=True, help="Route with Spark, in a store whose routing is pipeline."
-)
+@click.option("--spark", is_flag=True, help="Run the pipeline beside it: Spark routes.")
 @click.option("--native", metavar="HOST:PORT", help="Where to serve native clients.")
 @click.option("--http", metavar="HOST:PORT", help="Where to serve the console and SQS.")
 @click.option("--flight", metavar="HOST:PORT", help="Where to serve Arrow Flight.")
@@ -128,8 +132,9 @@ def up(directory: Path, *, spark: bool, **places: str | None) -> None:
     """Serve a local directory, with the console, and say what to try.
 
     Makes DIRECTORY (./penstock-data) if it is not there, with the store, backups, and for --spark
-    the checkpoint and the log of the route job. A usual port that is taken is replaced by
-    a free one. Only this machine can connect: for others, use 'penstock serve'. Ctrl-C ends it.
+    pipeline.toml, the checkpoint and the log of the pipeline. A usual port that is taken is
+    replaced by a free one. Only this machine can connect: for others, use 'penstock serve'. Ctrl-C
+    ends it.
     """
     if find_spec("pyarrow") is None and places["flight"] is None:
         places["flight"] = OFF
@@ -160,8 +165,13 @@ def up(directory: Path, *, spark: bool, **places: str | None) -> None:
                 places_told = line.rpartition(" at ")[2].split(", ")
                 urls = {url.partition(":")[0]: url for url in places_told}
                 if spark:
-                    ends.append(jobs.enter_context(_route_job(directory, urls["grpc"])))
-                _tell(directory, urls)
+                    operations = _free(OPERATIONS, bind)
+                    _tell(directory, urls, f"http://{operations}")
+                    beside = _Pipeline(directory, urls, operations)
+                    jobs.callback(beside.close)
+                    ends.append(beside.end)
+                else:
+                    _tell(directory, urls)
             elif line.startswith("stopping"):
                 # First: it can't work without the server.
                 for end in ends:
@@ -185,11 +195,13 @@ def _free(address: str, bind: Callable[[str, int], list[Any]]) -> str:
     return f"{host}:{port}"
 
 
-def _tell(directory: Path, urls: dict[str, str]) -> None:
+def _tell(directory: Path, urls: dict[str, str], operations: str = "") -> None:
     """Say where the server is, by the schemes of its listeners, and what to try."""
-    native = urls.get("penstock", "")
     if common.wants_json():
-        found = {"console": urls.get("http", ""), "native": native, "flight": urls.get("grpc", "")}
+        found = {"console": urls.get("http", ""), "native": urls.get("penstock", "")}
+        found |= {"flight": urls.get("grpc", "")} | (
+            {"operations": operations} if operations else {}
+        )
         say(common.json_text({"directory": str(directory), **found}))
         return
     lines = [f"Penstock is up, in {directory}"]
@@ -197,10 +209,17 @@ def _tell(directory: Path, urls: dict[str, str]) -> None:
         if scheme in urls:
             more = "/  (and SQS clients)" if scheme == "http" else ""
             lines.append(f"  {about:9}{urls[scheme]}{more}")
-    say(
-        "\n".join(lines) + f"\nIn another terminal, try:\n  export PENSTOCK_URL={native}\n"
-        "  penstock create orders && penstock send orders hello && penstock top\n"
-        "Ctrl-C ends it; the directory stays."
+    if operations:
+        lines.append(f"  {'pipeline':9}{operations}/status  (runs {directory / 'pipeline.toml'})")
+    else:
+        lines.append(_try_it(urls))
+    say("\n".join([*lines, "Ctrl-C ends it; the directory stays."]))
+
+
+def _try_it(urls: dict[str, str]) -> str:
+    return (
+        f"In another terminal, try:\n  export PENSTOCK_URL={urls.get('penstock', '')}\n"
+        "  penstock create orders && penstock send orders hello && penstock top"
     )
 
 
@@ -213,39 +232,93 @@ def _need_spark(flight: str | None) -> None:
         )
 
 
-@contextlib.contextmanager
-def _route_job(directory: Path, location: str) -> Iterator[Callable[[], None]]:
-    """Run the route job until the end of the block; give a function that tells it to end."""
-    log = directory / "route.log"
-    command = [sys.executable, "-m", "penstock", "pipeline", "route", "--location", location,
-               "--checkpoint", str(directory / "checkpoint")]  # fmt: skip
-    ending = threading.Event()
-    with log.open("ab") as output:
-        # A group of its own, with Java in it: Ctrl-C is for the server, which ends the job.
-        job = subprocess.Popen(  # noqa: S603 - this Python
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+_PIPELINE_FILE: Final = """\
+# What 'penstock up --spark' runs beside the server: penstock pipeline run FILE, docs/pipeline.md.
+[spark]
+quick = true
 
-    def end() -> None:
-        ending.set()
+[route]
+checkpoint = "checkpoint"
+"""
+
+
+class _Pipeline:
+    """The pipeline beside the server of 'up': its process, and how far it is."""
+
+    def __init__(self, directory: Path, urls: dict[str, str], operations: str) -> None:
+        """``urls`` of the server are by their schemes."""
+        self.log, self._over = directory / "pipeline.log", threading.Event()
+        self._urls, self._address = urls, parse_address(operations)
+        # Only a thread of the command knows its context.
+        self._quiet = common.wants_json()
+        file = directory / "pipeline.toml"
+        if not file.exists():
+            file.write_text(_PIPELINE_FILE, encoding="utf-8")
+        command = [sys.executable, "-m", "penstock", "pipeline", "run", str(file),
+                   "--location", urls["grpc"], "--operations", operations]  # fmt: skip
+        with self.log.open("ab") as output:
+            # A group of its own, with Java in it: Ctrl-C is for the server, which ends it.
+            self._process = subprocess.Popen(  # noqa: S603 - this Python
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+        self._watcher = threading.Thread(target=self._watch, name="penstock-pipeline")
+        self._watcher.start()
+
+    def end(self) -> None:
+        """Tell the pipeline to end; a second signal would end it at once."""
+        if not self._over.is_set():
+            self._over.set()
+            self._signal(signal.SIGTERM, self._process.pid)
+
+    def close(self) -> None:
+        """End the pipeline, and wait for that."""
+        self.end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        self._signal(signal.SIGKILL, -self._process.pid)
+        self._watcher.join()
+        if self._process.wait():
+            click.echo(f"the pipeline was not ended in order: see {self.log}", err=True)
+
+    def _signal(self, number: signal.Signals, pid: int) -> None:
+        # To the process alone, which ends Spark in order; in the end to all of its group.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGTERM)
+            os.kill(pid, number)
 
-    def watch() -> None:
-        code = job.wait()
-        if not ending.is_set():
-            click.echo(f"the route job has ended with {code}: see {log}", err=True)
+    def _watch(self) -> None:
+        """Say how far the start is, then that routing runs, then if it ends."""
+        clock, told, waiting = SystemClock(), 0.0, True
+        begin = clock.seconds()
+        while (code := self._process.poll()) is None:
+            seconds = clock.seconds() - begin
+            why = self._unready() if waiting else ""
+            if waiting and not why:
+                waiting = False
+                self._say(f"Routing runs, after {seconds:.0f} s. {_try_it(self._urls)}")
+            elif waiting and seconds >= told + SAY_SECONDS:
+                told = seconds
+                self._say(f"  {why} ({seconds:.0f} s; the log is {self.log})")
+            self._over.wait(LOOK_SECONDS)
+        if not self._over.is_set():
+            click.echo(f"the pipeline has ended with {code}: see {self.log}", err=True)
 
-    watcher = threading.Thread(target=watch, name="penstock-route-job")
-    watcher.start()
-    try:
-        yield end
-    finally:
-        end()
-        watcher.join(STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-        watcher.join()
+    def _say(self, text: str) -> None:
+        if not self._quiet and not self._over.is_set():
+            say(text)
+
+    def _unready(self) -> str:
+        """Ask the pipeline why it is not ready; empty: it is."""
+        connection = HTTPConnection(*self._address, timeout=5)
+        try:
+            connection.request("GET", "/ready")
+            answer = connection.getresponse()
+            text = answer.read().decode().splitlines()
+        except (OSError, HTTPException):
+            return "the pipeline is starting"
+        finally:
+            connection.close()
+        return "" if answer.status == 200 else text[0]
 
 
 # --- work -----------------------------------------------------------------------------------------
