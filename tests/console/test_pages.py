@@ -126,7 +126,10 @@ def penstock_config(store: str) -> object:
 
 
 def test_the_pipeline_tells_how_far_routing_is(visitor: Visitor, tmp_path: Path) -> None:
-    assert "nothing can lag behind" in visitor.get("pipeline").text
+    page = visitor.get("pipeline").text
+    assert "nothing can lag behind" in page
+    assert "penstock log configure --routing pipeline" in page
+    assert "Starts of routers" not in page
     with running(f"rocksdb:{tmp_path}/store", http="127.0.0.1:0", routing="pipeline") as far:
         far.broker.configure_log(logs=2)
         far.broker.create_queue("q")
@@ -134,12 +137,20 @@ def test_the_pipeline_tells_how_far_routing_is(visitor: Visitor, tmp_path: Path)
         page = Visitor(far).get("pipeline").text
         assert "no router has come yet" in page
         assert re.findall(r'data-live="Log \d:Behind">(\d+)<', page) == ["7", "7"]
+        # They wait, and no batch has come yet.
+        assert 'data-live="Now:Behind">7<' in page
+        assert "nobody has routed through this server for a minute" in page
+        assert "log configure --routing pipeline" not in page
         far.broker.take_epoch()
         page = Visitor(far).get("pipeline").text
         assert 'data-live="Routing:Epoch of the router">1<' in page
         assert "nobody has routed through this server" in page
         penstock.route_once(far.broker)
         page = Visitor(far).get("pipeline").text
+        assert 'data-live="Now:Behind">0<' in page
+        assert re.search(r'data-live="Now:Last batch">[\d,]+ m?s ago<', page)
+        assert 'data-live="Now:Starts of routers">1<' in page
+        assert "for a minute" not in page
         assert re.findall(r"Log (\d), 1 to 8</dt>", page) == ["1", "0"]
         put = re.findall(r"applied, put (\d) times into queues, 20\d\d", page)
         assert sorted(put) == ["0", "7"]

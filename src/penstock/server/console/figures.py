@@ -106,7 +106,11 @@ class Figures:
         self.totals = totals_of([])
         # Messages published in a second, and messages in all queues.
         self.published, self.waiting = History(), History()
-        self._published = (0.0, -1)
+        # Of a store that a pipeline routes: messages routed in a second, and those still to route.
+        self.routed, self.lag = History(), History()
+        self.routed_rate: float | None = None
+        # By what is counted: when it was looked at, and how many there were.
+        self._samples: dict[str, tuple[float, int]] = {}
         self._looked = self._list_at = -math.inf
         self._next = 0
         self._read, self._wake, self._stopped = (threading.Event() for _ in range(3))
@@ -218,12 +222,22 @@ class Figures:
             self._read.set()
 
     def _sample_store(self) -> None:
-        now, count = self._seconds(), self._broker.store_stats().published_total
-        since, before = self._published
-        if before >= 0 and now > since + 1:
-            self.published.put(self.minute, (count - before) / (now - since))
-        if before < 0 or now >= since + _RATE_SECONDS:
-            self._published = now, count
+        self._rate("published", self._broker.store_stats().published_total, self.published)
+        log = self._broker.log_stats()
+        if log.routing == "pipeline":
+            self.routed_rate = self._rate("routed", log.routed_up_to, self.routed)
+            self.lag.put(self.minute, max(0, log.end - log.routed_up_to))
+
+    def _rate(self, name: str, count: int, history: History) -> float | None:
+        """Note a count; return how fast it has grown since a look some time ago, if known."""
+        now = self._seconds()
+        since, before = self._samples.get(name, (now, count))
+        rate = (count - before) / (now - since) if now > since + 1 else None
+        if rate is not None:
+            history.put(self.minute, rate)
+        if name not in self._samples or now >= since + _RATE_SECONDS:
+            self._samples[name] = now, count
+        return rate
 
 
 # --- how figures are written ----------------------------------------------------------------------

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Facts: TypeAlias = "dict[str, dict[str, str]]"
 # How long the overview waits for figures when nobody has looked for a while.
 _WAIT_SECONDS: Final = 0.1
+# Messages that wait for longer than this to be routed, while no batch comes, are worth a word.
+_STANDS_MS: Final = 60_000
 # Column: title, meaning, and the number that it is sorted by.
 _COLUMNS: Final[dict[str, tuple[str, str, Callable[[QueueFigures], Any]]]] = {
     "name": ("Queue", "By name", lambda each: each.stats.queue),
@@ -191,35 +193,48 @@ def _health(console: Console, broker: Broker) -> Facts:
     return facts
 
 
-def _pipeline(_: Console, broker: Broker) -> Facts:
-    log = broker.log_stats()
-    facts = {
-        "The metadata log": {
-            "Routing": log.routing,
-            "Messages kept": number(log.kept),
-            "Offsets": f"{number(log.earliest)} to {number(log.end)}",
-            "Segments": number(log.segments),
-            "Kept for": duration(log.retention_ms) if log.retention_ms else "ever",
+def _pipeline(console: Console, broker: Broker) -> Facts:
+    log, figures = broker.log_stats(), console.figures
+    figures.look()
+    facts: Facts = {}
+    if log.routing == "pipeline":
+        plan, batches = broker.route_plan(max_offsets=1), list(broker.routed_batches)
+        now_ms = console.server.clock.now_ms()
+        moved = batches[0].at_ms if batches else None
+        behind = max(0, log.end - log.routed_up_to)
+        # Shown as tiles.
+        facts["Now"] = {
+            "Behind": number(behind),
+            "Routed": rate(figures.routed_rate),
+            "Last batch": NOTHING if moved is None else f"{duration(now_ms - moved)} ago",
+            "Starts of routers": number(plan.epoch),
+            "lag": spark(figures.lag.values(figures.minute)),
+            "routed": spark(figures.routed.values(figures.minute)),
+            "stands": "yes" if behind and now_ms - (moved or 0) > _STANDS_MS else "",
         }
+    facts["The metadata log"] = {
+        "Routing": log.routing,
+        "Messages kept": number(log.kept),
+        "Offsets": f"{number(log.earliest)} to {number(log.end)}",
+        "Segments": number(log.segments),
+        "Kept for": duration(log.retention_ms) if log.retention_ms else "ever",
     }
     if log.routing == "inline":
         return facts
-    plan = broker.route_plan(max_offsets=1)
     facts["Routing"] = {
         "Routed up to": number(log.routed_up_to),
-        "Behind": number(max(0, log.end - log.routed_up_to)),
         "Epoch of the router": number(plan.epoch) if plan.epoch else "no router has come yet",
         "Version of the filters": number(plan.filters_version),
     }
     for each, at in sorted(log.cursors.items()):
-        behind = number(max(0, log.end - at))
-        facts[f"Log {each}"] = {"Routed up to": number(at), "Behind": behind}
+        lag = number(max(0, log.end - at))
+        facts[f"Log {each}"] = {"Routed up to": number(at), "Behind": lag}
     facts["Last batches of this server"] = {
         f"Log {batch.log}, {number(batch.cursor.begin)} to {number(batch.cursor.end)}": (
             f"{batch.assigned.status.value}, put {number(batch.assigned.placed)} times "
             f"into queues, {moment(batch.at_ms)}"
         )
-        for batch in list(broker.routed_batches)
+        for batch in batches
     } or {"None": "nobody has routed through this server since it was started"}
     return facts
 
