@@ -122,7 +122,7 @@ LAYERS = {
         *GROUND,
         *("__init__", "clock", "engines.disk", "filters", "flight", "store.codec", "validation"),
     },
-    "pipeline": {*GROUND, "clock", "flight.client", "server", "spark"},
+    "pipeline": {*GROUND, "clock", "flight.client", "flight.location", "server", "spark"},
     "cli": {
         *GROUND,
         *("__init__", "addresses", "broker", "client", "clock", "copying", "filters", "flight"),
@@ -385,9 +385,9 @@ def test_files_and_functions_are_short() -> None:
 # Part of the library, without the helpers of tests: its most lines of Python and SQL. Lowered as
 # parts shrink; raised for a new capability alone, and then the commit says so.
 BUDGETS = {
-    ".": 3_590,
+    ".": 3_599,
     "broker": 3_596,
-    "cli": 3_352,
+    "cli": 3_499,
     "client": 2_455,
     "engines": 3_730,
     "filters": 1_405,
@@ -396,11 +396,11 @@ BUDGETS = {
     "integrations": 225,
     "integrations/django": 540,
     "integrations/kombu": 1_070,
-    "pipeline": 1_357,
+    "pipeline": 1_365,
     "salvage": 1_190,
     "server": 9_653,
-    "server/console": 1_926,
-    "spark": 5_899,
+    "server/console": 1_955,
+    "spark": 6054,
     "store": 1_909,
     "store/codec": 1_488,
     "store/kv": 6_637,
@@ -409,7 +409,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 69_208, 48_398, 223, 14_543
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_913, 49_621, 229, 14_546
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -20,7 +20,8 @@ import yaml
 import penstock
 from penstock.cli import main as cli
 from penstock.clock import SystemClock
-from penstock.flight.client import RouteStatus, locate
+from penstock.flight.client import RouteStatus
+from penstock.flight.location import locate
 from penstock.pipeline.file import PARTS, text_of
 from penstock.pipeline.file import SECTIONS as SECTIONS_OF_PIPELINE
 from penstock.pipeline.pages import Pages, RoutingWatch

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 import msgspec
 from msgspec import Meta
 
+from penstock import limits
 from penstock.errors import InvalidInput, PenstockError, did_you_mean
-from penstock.flight.client import TOKEN_VARIABLE, Location, locate
+from penstock.flight.location import TOKEN_VARIABLE, Location, locate
 from penstock.server.config import UNITS_MS, Duration, amount, parse_address
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ class Broker(_Section, frozen=True, kw_only=True):
     ca: Annotated[FileName, "Certificate authority of the broker, PEM."] = FileName("")
     certificate: Annotated[FileName, "This process's certificate, PEM."] = FileName("")
     key: Annotated[FileName, "The private key of that certificate, PEM."] = FileName("")
+    retry_for: Annotated[
+        Duration, "How long a part waits for a broker that was there and is away, before it fails."
+    ] = Duration(limits.MAX_AWAY_MS)
 
 
 class Spark(_Section, frozen=True, kw_only=True):
@@ -475,12 +479,14 @@ def steps_of(path: Path, settings: Settings) -> Callable[[Any], Any] | None:
     return cast("Callable[[Any], Any]", steps)
 
 
-def located(settings: Settings) -> Location:
-    """Return the broker's address with the access to it."""
+def located(settings: Settings, *, patient: bool = True) -> Location:
+    """Return the broker's address with the access to it; ``patient`` waits for one that is away."""
     broker = settings.broker
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and broker.token_file:
         token = Path(broker.token_file).read_text(encoding="utf-8").strip()
-    files = (each or None for each in (broker.ca, broker.certificate, broker.key))
-    ca, certificate, key = files
-    return locate(broker.location, token=token, ca=ca, certificate=certificate, key=key)
+    ca, certificate, key = (each or None for each in (broker.ca, broker.certificate, broker.key))
+    retry_ms = broker.retry_for if patient else None
+    return locate(
+        broker.location, token=token, ca=ca, certificate=certificate, key=key, retry_ms=retry_ms
+    )

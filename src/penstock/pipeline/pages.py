@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from penstock.clock import Clock
-    from penstock.flight.client import Location, RouteStatus
+    from penstock.flight.client import RouteStatus
+    from penstock.flight.location import Location
     from penstock.pipeline.supervisor import Part
     from penstock.server.http import Handler, Request
 

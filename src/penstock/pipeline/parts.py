@@ -21,8 +21,8 @@ from penstock.flight.client import FlightStore
 from penstock.pipeline.file import located, steps_of
 from penstock.pipeline.supervisor import Part, Schedule, Superseded
 from penstock.spark import jobs, sessions
+from penstock.spark.pipelines import pipeline as own_pipeline
 from penstock.spark.route import fenced, is_fenced, route
-from penstock.spark.route import pipeline as own_pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +130,7 @@ class Work:
     # --- routing -------------------------------------------------------------------------------
 
     def _route(self, part: Part) -> int:
-        client = FlightStore(self._location)
+        client = FlightStore(located(self._settings, patient=False))
         if self._epoch is not None and (now := client.log_stats().epoch) > self._epoch:
             raise Superseded(str(fenced(self._epoch, now)))
         try:

@@ -114,7 +114,8 @@ class _Process:
             self._pages.parts = supervisor.parts
             self._supervisor = supervisor
             supervisor.start()
-            self._pages.watch = RoutingWatch(located(self._settings), supervisor.hurry)
+            place = located(self._settings, patient=False)
+            self._pages.watch = RoutingWatch(place, supervisor.hurry)
             self._pages.watch.start()
             self._pages.why = ""
         except Exception as error:
