@@ -130,12 +130,16 @@ class _StartNoise:
     """The standard error of the JVM: of its start nothing is shown, unless it fails; then all.
 
     A dozen lines that nobody can do anything about: modules, host name, native library, log levels.
+    ``silent``: later lines are not shown either, as those of Python processes that Spark starts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, silent: bool) -> None:
         self._kept: list[bytes] | None = []
+        self._silent = silent
         self._lock = threading.Lock()
         out, self.end = os.pipe()
+        # The one of now: a program may lead its own elsewhere for as long as Spark starts.
+        self._shown = os.dup(2)
         args = (open(out, "rb"),)  # noqa: PTH123, SIM115 - the thread closes it
         threading.Thread(target=self._run, args=args, name="penstock-jvm", daemon=True).start()
 
@@ -145,27 +149,28 @@ class _StartNoise:
                 with self._lock:
                     if self._kept is not None:
                         self._kept.append(line)
-                        continue
-                self._write(line)
+                    elif not self._silent:
+                        self._write(line)
 
     def over(self, *, failed: bool) -> None:
-        """Say everything from now on, and what the start has said if it has failed."""
+        """Say what comes from now on, and what the start has said if it has failed."""
         with self._lock:
             kept, self._kept = self._kept or [], None
-        for line in kept if failed else ():
-            self._write(line)
+            self._silent = self._silent and not failed
+            for line in kept if failed else ():
+                self._write(line)
 
     def _write(self, line: bytes) -> None:
         # Nobody may be there to read it.
         with contextlib.suppress(OSError):
-            os.write(2, line)
+            os.write(self._shown, line)
 
 
 def _started(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
     """Start a JVM, whose start is quiet, and a session in it."""
     if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._gateway is not None:  # noqa: SLF001
         return _built(builder, settings)
-    noise, failed = _StartNoise(), True
+    noise, failed = _StartNoise(silent=settings.get("spark.log.level") == "OFF"), True
     try:
         conf = SparkConf()
         conf.setAll(list(settings.items()))
