@@ -39,8 +39,8 @@ log = logging.getLogger("penstock.pipeline")
 def run(path: Path, settings: Settings) -> NoReturn:
     """Run a pipeline until SIGTERM or SIGINT, in the main thread, and end the process."""
     logs.configure_logs(settings.log.level, settings.log.format)
-    # Of every connection to the JVM it would say that it ends.
-    logging.getLogger("py4j").setLevel(logging.WARNING)
+    # It says that each connection to the JVM ends, and shows the stack of what a part is told, too.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
     code = asyncio.run(_Process(path, settings).run())
     logs.drain()
     # Threads may be left that wait for Spark or for the broker: nothing is lost by their end.
