@@ -56,7 +56,8 @@ def test_chunks_of_any_size_give_the_same_figures(
     torn = [(at, "released", "torn") for at in range(0, 200, 2)]
     rows: Rows = {
         "done": done,
-        "failed": [("g0", 3, 0, 7_000_000, 5_000_000)],
+        # The second was never claimed: a full queue has dropped it.
+        "failed": [("g0", 3, 0, 7_000_000, 5_000_000), ("g1", 0, 0, None, 5_000_000)],
         "active": [("new", 1, 0, None)],
         "attempts": [*torn, *torn[:30], *([(900, "expired", "")] * 3), (7, "acked", "")],
     }
@@ -91,11 +92,12 @@ def test_chunks_of_any_size_give_the_same_figures(
                     assert row[f"{what}_{share_name}_ms"] is None
     assert of("queue")[None]["unknown"] == 4
     assert (groups["g0"]["failed"], groups["g0"]["unknown"]) == (1, 3)
+    assert (groups["g1"]["failed"], groups["g1"]["unknown"]) == (1, 0)
     assert (groups["new"]["attempts_max"], groups["new"]["spent"]) == (1, None)
     by_attempts = {
         (row["name"], row["number"]): row["messages"] for row in every if row["kind"] == "attempts"
     }
-    assert by_attempts == {("done", 1): 103, ("done", 2): 100, ("failed", 3): 1}
+    assert by_attempts == {("done", 1): 103, ("done", 2): 100, ("failed", 0): 1, ("failed", 3): 1}
     assert sum(row["done"] for row in every if row["kind"] == "second") == 203
     # Parts of a reason have its messages between them, each in one.
     reasons: dict[Any, list[int]] = {}
@@ -128,3 +130,17 @@ def test_a_queue_has_few_cells_however_many_messages() -> None:
         sizes.append(cells("done", done).num_rows)
     # Of eleven binary digits there are 1,024 numbers between two powers of two.
     assert sizes[0] <= sizes[1] <= 4 * 12 * 1_024 + 2_048 * 4 + 200
+
+
+def test_many_small_batches_are_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that reads ten thousand queues gets a batch of each."""
+    seen: list[pa.Table] = []
+
+    def noting(_: str, rows: pa.Table) -> pa.Table:
+        seen.append(rows)
+        return pa.table({})
+
+    monkeypatch.setattr(figures, "cells", noting)
+    rows: Rows = {"done": [("g", 1, 0, 0, 5_000)] * 100}
+    assert [cell for name, some in batches(rows, 1) for cell in count(name, some)] == []
+    assert [(len(each), each.column("queue").num_chunks) for each in seen] == [(100, 1)]

@@ -86,13 +86,15 @@ _SHARES_OF_REASON: Final = 64
 def count(table: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Count the rows of a part of a table, a chunk at a time."""
     held: list[pa.RecordBatch] = []
+    rows = 0
     for batch in batches:
         held.append(batch)
-        if sum(each.num_rows for each in held) >= _CHUNK_ROWS:
-            yield from cells(table, pa.Table.from_batches(held)).to_batches()
-            held = []
+        rows += batch.num_rows
+        if rows >= _CHUNK_ROWS:
+            yield from cells(table, pa.Table.from_batches(held).combine_chunks()).to_batches()
+            held, rows = [], 0
     if held:
-        yield from cells(table, pa.Table.from_batches(held)).to_batches()
+        yield from cells(table, pa.Table.from_batches(held).combine_chunks()).to_batches()
 
 
 def cells(table: str, rows: pa.Table) -> pa.Table:
@@ -117,16 +119,18 @@ def _of_messages(table: str, rows: pa.Table) -> _Parts:
     ended = rows.column(f"{table}_at").cast(pa.int64()) if is_over else nothing
     published = rows.column("published_at").cast(pa.int64())
     claimed = rows.column("first_claimed_at").cast(pa.int64())
+    attempts = rows.column("attempts").cast(pa.int64())
     messages = pa.table(
         {
             "queue": rows.column("queue"),
             "group": rows.column("group"),
-            "number": rows.column("attempts").cast(pa.int64()),
+            "number": attempts,
             "ended_us": ended,
             "done": is_done.cast(pa.int64()),
             "failed": pa.repeat(int(table == "failed"), rows.num_rows),
-            "spent": rows.column("attempts").cast(pa.int64()) if is_over else nothing,
-            "unknown": claimed.is_null().cast(pa.int64()),
+            "spent": attempts if is_over else nothing,
+            # A message that failed before anybody claimed it had no first claim.
+            "unknown": pc.and_(claimed.is_null(), pc.greater(attempts, 0)).cast(pa.int64()),
             "first_claim": _cut(pc.divide(pc.subtract(claimed, published), 1000)),
             "done_ms": _cut(pc.divide(pc.subtract(ended, published), 1000)),
         }
