@@ -391,7 +391,7 @@ BUDGETS = {
     "client": 2_455,
     "engines": 3_730,
     "filters": 1_405,
-    "flight": 3_972,
+    "flight": 3_980,
     "importers": 700,
     "integrations": 225,
     "integrations/django": 540,
@@ -400,7 +400,7 @@ BUDGETS = {
     "salvage": 1_190,
     "server": 9_653,
     "server/console": 1_955,
-    "spark": 6059,
+    "spark": 6064,
     "store": 1_909,
     "store/codec": 1_488,
     "store/kv": 6_637,
@@ -409,7 +409,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_918, 49_624, 229, 14_552
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_931, 49_631, 229, 14_552
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

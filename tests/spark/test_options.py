@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 
 import pytest
 
@@ -10,6 +11,9 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 from penstock.errors import InvalidInput
 from penstock.flight.location import locate
+from penstock.spark.jobs import archive, backfill, collect, publish, redrive, report
+from penstock.spark.pipelines import pipeline
+from penstock.spark.route import route
 from penstock.spark.sessions import located, place_of
 from penstock.spark.source import Options, read_options, write_options
 
@@ -169,3 +173,5 @@ def test_how_long_to_wait_for_a_broker_that_is_away() -> None:
     assert read_options({**place_of(place), "table": "log"}).location == place
     with pytest.raises(InvalidInput, match="'soon' is not a time like 5m"):
         located("grpc://h:1", retry_for="soon")
+    for job in (archive, backfill, collect, pipeline, publish, redrive, report, route):
+        assert "retry_for" in signature(job).parameters, job.__name__

@@ -69,6 +69,14 @@ class FlightStore(Actions):
         """Name a server; ``token``, ``ca``, ``retry_ms`` … as :func:`locate` has them."""
         self.location = locate(location, **access)
 
+    def briefly(self) -> FlightStore:
+        """Return a client that waits some seconds at most, for calls that tidy up after an error.
+
+        That error has often waited for the same broker, which forgets by itself what nobody uses.
+        """
+        brief_ms = min(self.location.patience_ms, limits.MAX_UNREACHABLE_MS)
+        return FlightStore(self.location, retry_ms=brief_ms)
+
     def __repr__(self) -> str:
         return f"FlightStore({str(self.location)!r})"
 

@@ -216,7 +216,7 @@ class _Batches:
             commit(self.location, stages, self.epoch, others=prefix)
         except BaseException:
             with contextlib.suppress(PenstockError):
-                FlightStore(self.location).drop_stages([], others=prefix)
+                FlightStore(self.location).briefly().drop_stages([], others=prefix)
             raise
 
     def _transformed(self, bounds: list[Stretch]) -> DataFrame:

@@ -216,7 +216,7 @@ def dropped_on_failure(client: FlightStore) -> Iterator[list[str]]:
         yield stages
     except BaseException:
         with contextlib.suppress(PenstockError):
-            client.drop_stages(stages)
+            client.briefly().drop_stages(stages)
         raise
 
 
@@ -437,7 +437,7 @@ class AssignmentWriter(DataSourceStreamArrowWriter):
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803
         """Drop the stages. Assignments that a commit may have made stay."""
         with contextlib.suppress(PenstockError):
-            FlightStore(self._location).drop_stages(_stages(messages))
+            FlightStore(self._location).briefly().drop_stages(_stages(messages))
 
 
 def _stages(messages: list[WriterCommitMessage | None]) -> list[str]:

@@ -543,4 +543,4 @@ def snapshot(
     finally:
         over.set()
         with contextlib.suppress(PenstockError):
-            client.drop_snapshot(held.snapshot)
+            client.briefly().drop_snapshot(held.snapshot)

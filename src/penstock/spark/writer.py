@@ -195,7 +195,7 @@ def drop_spools(client: FlightStore, spools: Iterable[str]) -> None:
     """Drop spools. One that nobody drops is idle, which the broker ends."""
     for spool in spools:
         with contextlib.suppress(PenstockError):
-            client.drop_spool(spool)
+            client.briefly().drop_spool(spool)
 
 
 def reach(location: str) -> None:

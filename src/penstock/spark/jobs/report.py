@@ -26,7 +26,7 @@ from penstock.flight.tables import make_schema
 from penstock.spark.delta import Archive
 from penstock.spark.jobs.figures import CELLS, READS, SHARES, TIMES, WAITING, count, merged, step_of
 from penstock.spark.reader import TableReader, spark_schema
-from penstock.spark.sessions import parallelism, pinned, snapshot, translated
+from penstock.spark.sessions import located, parallelism, pinned, snapshot, translated
 from penstock.spark.source import FEEDS, Options
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def report(
     archive: str | Path | None = None,
     token: str | None = None,
     ca: str | Path | None = None,
+    retry_for: str | None = None,
 ) -> dict[str, DataFrame]:
     """Return statistics of the store's history, as DataFrames by name.
 
@@ -60,11 +61,11 @@ def report(
     done and failed by time. ``routing``: how far the logs are routed. Times are in milliseconds,
     of messages whose history is kept; ``archive``, the place of an archive, adds what that has.
     All tables are of one snapshot. Executors keep their rows, in memory or on disk, for as long as
-    the DataFrames live.
+    the DataFrames live. ``retry_for`` is how long to wait for a broker that is away: ``"5m"``.
 
     >>> report(spark, "grpc://127.0.0.1:8815")["slowest"].show()          # doctest: +SKIP
     """
-    client = FlightStore(location, token=token, ca=ca)
+    client = FlightStore(located(location, token=token, ca=ca, retry_for=retry_for))
     client.queues(queues)
     with snapshot(client.location, spark=spark) as then, translated():
         count = min(max(2, parallelism(spark)), limits.MAX_PARTITIONS)
