@@ -1,4 +1,4 @@
-"""A message that was tried as often as can be counted."""
+"""Messages that were tried: one as often as can be counted, and many that are browsed at once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from penstock import Message, State, limits
 from penstock.clock import ManualClock
 from penstock.errors import StoreDamaged
 from penstock.store.codec import opendata, records
+from penstock.store.kv.history import History
 from penstock.testing.checking import assert_clean
 from penstock.urls import DESIGNS
 
@@ -98,3 +99,32 @@ def test_an_ack_does_not_need_a_first_attempt_that_can_not_be_read(
         with pytest.raises(StoreDamaged):
             broker.attempts("q", deliveries[0].message_id)
         assert broker.stats("q").done == 10
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_browsing_looks_first_attempts_up_together(
+    design: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    first_attempts = History.first_attempts
+
+    def noting(self: Any, queue: Any, ids: Any) -> Any:
+        asked.append(len(ids))
+        return first_attempts(self, queue, ids)
+
+    monkeypatch.setattr(History, "first_attempts", noting)
+    clock = ManualClock()
+    with penstock.open(f"memory:?design={design}", clock=clock) as broker:
+        began_ms = clock.now_ms()
+        broker.create_queue("q", backoff_base_ms=0, backoff_cap_ms=0)
+        broker.publish([Message(b"", {"queue": "q"})] * 20)
+        held = broker.claim("q", limit=20)
+        clock.advance(5)
+        broker.release([each.receipt for each in held], delay_ms=0)
+        page = broker.browse("q", state="available")
+        assert [each.first_claimed_ms for each in page] == [began_ms] * 20
+        for _ in range(2):
+            broker.claim("q", limit=10)
+        page = broker.browse("q", state="in_flight")
+        assert [each.first_claimed_ms for each in page] == [began_ms] * 20
+    assert asked == [20, 10, 10]

@@ -14,6 +14,8 @@ module of its kind, in a subclass of :class:`~penstock.store.kv.state.Core`::
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from penstock import limits
@@ -29,7 +31,7 @@ from penstock.store.kv.state import verb
 from penstock.store.live import Item
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from penstock.errors import PenstockError
@@ -102,7 +104,7 @@ class KvStore(ClaimVerbs):
         if payloads and found:
             bodies = self.payloads.get([row.message_id for row in found])
         leases = self._leases_of(found) if state is State.IN_FLIGHT else {}
-        claims = [self._first_claim(queue, row, leases) for row in found]
+        claims = self._first_claims(queue, found, leases)
         entries = [
             entry
             for row, body, claimed_ms in zip(found, bodies, claims, strict=True)
@@ -112,15 +114,15 @@ class KvStore(ClaimVerbs):
         head = f"{state.value}:{queue.number:x}:"
         return Page(entries, None if following is None else head + following.hex())
 
-    def _first_claim(
-        self, queue: Queue, row: Item | Ended, leases: dict[bytes, LeaseRecord]
-    ) -> int | None:
-        if not isinstance(row, Item):
-            return row.first_claimed_ms
-        lease = leases.get(row.lease)
-        lost_ms = None if row.lease == NO_LEASE else 0
-        claimed_at_ms = lease.claimed_at_ms if lease else lost_ms
-        return self.history.first_claims(queue, [row], claimed_at_ms)[0]
+    def _first_claims(
+        self, queue: Queue, rows: Sequence[Item | Ended], leases: dict[bytes, LeaseRecord]
+    ) -> Iterator[int | None]:
+        yield from (row.first_claimed_ms for row in rows if not isinstance(row, Item))
+        live = (row for row in rows if isinstance(row, Item))
+        for name, same in groupby(live, attrgetter("lease")):
+            lost_ms = None if name == NO_LEASE else 0
+            claimed_at_ms = leases[name].claimed_at_ms if name in leases else lost_ms
+            yield from self.history.first_claims(queue, list(same), claimed_at_ms)
 
     def _find(
         self, queue: Queue, message_id: int, now_ms: int
