@@ -400,16 +400,16 @@ BUDGETS = {
     "salvage": 1_190,
     "server": 9_653,
     "server/console": 1_955,
-    "spark": 6064,
+    "spark": 6072,
     "store": 1_909,
     "store/codec": 1_488,
-    "store/kv": 6_637,
+    "store/kv": 6_639,
     "store/live": 2_440,
     "store/sql": 8_913,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_931, 49_631, 229, 14_552
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_941, 49_641, 229, 14_554
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -20,6 +20,7 @@ from penstock.spark.positions import (
     FeedOffset,
     Position,
     deal,
+    gone,
     next_positions,
     packed,
     starting_positions,
@@ -393,6 +394,11 @@ def test_offsets_are_packed_and_those_of_earlier_versions_are_read() -> None:
     assert unpacked({"store": "0c2f9a11", "at": at, "packed": PACKED}, ends) == read
     # Another queue of the same name has another number, and one that is gone has none.
     assert list(unpacked(again, ends_of({"a": 5, "b": 70_000})).queues) == ["b"]
+    # The store was restored, and its next queue has the number of one that the backup had not.
+    anew = ends_of({"a": 3, "new": 70_000})
+    anew.queues["new"] = msgspec.structs.replace(anew.queues["new"], created_at_ms=at + 1)
+    assert list(unpacked(again, anew).queues) == ["a"]
+    assert gone(packed(FeedOffset("s", at, {}), ends), again, anew) == [70_000]
     read.queues["a"].failed = 905
     assert unpacked(packed(read, ends), ends) == read
     with pytest.raises(InvalidInput, match="has format 03, this Penstock reads formats 01 and 02"):

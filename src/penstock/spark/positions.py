@@ -1,7 +1,7 @@
 """Positions of the change feed: where each queue is read next, and how an offset packs them.
 
 An offset in a checkpoint is one JSON object. For ten thousand queues it has to be short, so each
-queue goes by its number, which no later queue gets::
+queue goes by its number, which no later queue of the store gets::
 
     {"store": "0c2f9a11", "at": 1893456000000, "packed": "AXicY2BkYGRgZmBh…"}
 
@@ -100,7 +100,8 @@ def _numbered(offset: Mapping[str, Any]) -> dict[int, tuple[int, int, int]]:
 def unpacked(offset: Mapping[str, Any], ends: HistoryEnds) -> FeedOffset:
     """Return an offset as a checkpoint has it; queues that ``ends`` has not are gone, or left out.
 
-    Another queue of the same name has another number, and counts as one that was not read yet.
+    Another queue of the same name has another number, and counts as one that was not read yet. So
+    does one of the same number that was made after the offset.
     """
     if "packed" not in offset:
         return msgspec.convert(offset, FeedOffset)
@@ -108,10 +109,16 @@ def unpacked(offset: Mapping[str, Any], ends: HistoryEnds) -> FeedOffset:
     queues = {}
     for queue, found in ends.queues.items():
         known = numbered.get(found.number)
-        if known is not None:
+        if known is not None and _is_meant(found, offset):
             age_ms, done, failed = known
             queues[queue] = Position(found.created_at_ms, offset["at"] - age_ms, done, failed)
     return FeedOffset(offset["store"], offset["at"], queues)
+
+
+def _is_meant(found: QueueHistory, offset: Mapping[str, Any]) -> bool:
+    """Whether an offset can mean a queue: a store that a backup has restored gives numbers anew."""
+    meant: bool = found.created_at_ms <= offset["at"]
+    return meant
 
 
 def gone(start: Mapping[str, Any], end: Mapping[str, Any], ends: HistoryEnds) -> list[int]:
@@ -119,7 +126,8 @@ def gone(start: Mapping[str, Any], end: Mapping[str, Any], ends: HistoryEnds) ->
     if "packed" not in start or "packed" not in end:
         # By its name a queue is looked for when it is read.
         return []
-    begins, there = _numbered(start), {found.number for found in ends.queues.values()}
+    begins = _numbered(start)
+    there = {found.number for found in ends.queues.values() if _is_meant(found, end)}
     moved = set()
     for number, (_, *after) in _numbered(end).items():
         _, *before = begins.get(number, (0, *(min(each, 0) for each in after)))
