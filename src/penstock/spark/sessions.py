@@ -25,6 +25,7 @@ from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untype
 from pyspark import SparkConf, SparkContext, SparkFiles
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.java_gateway import launch_gateway
+from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - what everybody calls it
 
@@ -126,6 +127,10 @@ def session(
     return _shipped(_started(builder, {**unsaid, **given}))
 
 
+# Loggers of pyspark that write errors on standard error, beside raising them: in JSON, with stacks.
+_ERRORS_AGAIN: Final = ("DataFrameQueryContextLogger", "SQLQueryContextLogger")
+
+
 class _StartNoise:
     """The standard error of the JVM: of its start nothing is shown, unless it fails; then all.
 
@@ -170,7 +175,10 @@ def _started(builder: SparkSession.Builder, settings: Mapping[str, str]) -> Spar
     """Start a JVM, whose start is quiet, and a session in it."""
     if "PYSPARK_GATEWAY_PORT" in os.environ or SparkContext._gateway is not None:  # noqa: SLF001
         return _built(builder, settings)
-    noise, failed = _StartNoise(silent=settings.get("spark.log.level") == "OFF"), True
+    silent = settings.get("spark.log.level") == "OFF"
+    for name in _ERRORS_AGAIN if silent else ():
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)
+    noise, failed = _StartNoise(silent=silent), True
     try:
         conf = SparkConf()
         conf.setAll(list(settings.items()))

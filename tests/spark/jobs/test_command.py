@@ -67,6 +67,10 @@ def test_publish_redrive_report_archive_and_collect(
                "--column", "attributes=struct(n, price)", "--column", "group='csv'")  # fmt: skip
     assert said == "published 2 rows\n"
     assert run(shop.location, "publish", "x.csv", "--column", "group", code=2)
+    (tmp_path / "bad.csv").write_text("price\nabc\n")
+    said = run(shop.location, "publish", str(tmp_path / "bad.csv"), "--column",
+               "priority=CAST(price AS INT)", code=1)  # fmt: skip
+    assert re.fullmatch(r"Error: the rows can't be read .*CAST_INVALID_INPUT.*\n", said)
     failed = shop.broker.stats("dear").failed
     said = run(shop.location, "redrive", "--queue", "dear", "--dry-run")
     assert "out of stock" in said
