@@ -409,7 +409,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_941, 49_641, 229, 14_554
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_949, 49_646, 229, 14_554
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
