@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
+
+import pyarrow.parquet as pq
 
 import penstock
 from penstock.flight.snapshots import Snapshots
@@ -65,7 +68,10 @@ def rows_of(frames: dict[str, DataFrame]) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_report_is_made_by_executors_and_the_driver_gets_no_more_of_more_rows(
-    spark: SparkSession, make_world: Callable[..., Any], tmp_path: Path
+    spark: SparkSession,
+    make_world: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = penstock.ManualClock()
     world = make_world(routing="inline", clock=clock)
@@ -102,10 +108,16 @@ def test_a_report_is_made_by_executors_and_the_driver_gets_no_more_of_more_rows(
     assert (queues["big"]["done"], queues["small"]["done"]) == (10_000, 5)
     big = next(row for row in told[1]["reasons"] if row["queue"] == "big")
     assert (big["reason"], big["attempts"], big["messages"]) == ("torn", 1_000, 1_000)
-    # Nothing is another in an archive.
+    # Nothing is another in an archive, nor in tables that reach their files a piece at a time.
     place = tmp_path / "archive"
     archive(spark, world.location, place, queues=["big"])
-    assert rows_of(report(spark, world.location, archive=place)) == told[1]
+    monkeypatch.setattr(sys.modules[report.__module__], "_FEW", 2)
+    frames = report(spark, world.location, archive=place)
+    assert rows_of(frames) == told[1]
+    assert save_report(frames, tmp_path / "long").read_text() == page.read_text()
+    for name in told[1]:
+        files = [pq.read_table(tmp_path / each / f"{name}.parquet") for each in ("9000", "long")]
+        assert files[0] == files[1], name
 
 
 def workers(program: str) -> list[int]:

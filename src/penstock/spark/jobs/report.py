@@ -7,6 +7,7 @@ page with plots as inline SVG; the page loads nothing from anywhere.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     Part: TypeAlias = tuple[str, TableReader, InputPartition]
 
 SLOWEST: Final = 20
-# Tables that may be too long for the driver's memory.
-_LONG: Final = {"groups", "reasons", "timeline"}
+# So many rows are sorted by one task, without a shuffle, and the driver reads them at once.
+_FEW: Final = 10_000
 
 
 def report(
@@ -73,10 +74,11 @@ def report(
         numbers = spark.range(0, count, 1, count)
         counted = numbers.mapInArrow(partial(_count, tasks), from_arrow_schema(CELLS))
         found = pinned(merged(counted))
-    ended = found.where("kind = 'queue'").agg(F.min("first_ended_us"), F.max("last_ended_us"))
-    first_us, last_us = (us or 0 for us in ended.collect()[0])
+    ends = found.agg(F.count("kind"), F.min("first_ended_us"), F.max("last_ended_us"))
+    rows, first_us, last_us = (each or 0 for each in ends.collect()[0])
     step = step_of(last_us // 1_000_000 - first_us // 1_000_000)
-    frames = _frames(found, int(then.at.timestamp() * 1000), step)
+    kept = found.coalesce(1) if rows <= _FEW else found
+    frames = _frames(kept, int(then.at.timestamp() * 1000), step)
     routing = _routing(client)
     # With a schema: Spark Connect guesses none of a table without rows.
     frames["routing"] = spark.createDataFrame(routing, from_arrow_schema(routing.schema))
@@ -95,14 +97,14 @@ def save_report(frames: Mapping[str, DataFrame], directory: str | Path) -> Path:
     counts: dict[str, int] = {}
     for name, frame in frames.items():
         file = place / f"{name}.parquet"
-        if name not in _LONG:
-            table = frame.toArrow()
+        table = frame.limit(_FEW + 1).toArrow()
+        if len(table) <= _FEW:
             pq.write_table(table, file)
             rows[name], counts[name] = table.to_pylist(), len(table)
             continue
-        busiest = [row["queue"] for row in _busiest(rows["queues"])]
-        plotted = busiest if name == "timeline" else None
-        rows[name], counts[name] = _streamed(frame, file, plotted)
+        most = sys.maxsize if name == "queues" else _ROWS  # The plots show the highest of all.
+        busiest = [row["queue"] for row in _busiest(rows["queues"])] if name == "timeline" else None
+        rows[name], counts[name] = _streamed(frame, file, most, busiest)
     written = place / "report.html"
     written.write_text(page(rows, counts), encoding="utf-8")
     return written
@@ -160,7 +162,7 @@ def _packed(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _streamed(
-    frame: DataFrame, file: Path, queues: Collection[str] | None = None
+    frame: DataFrame, file: Path, most: int, queues: Collection[str] | None
 ) -> tuple[list[Row], int]:
     """Write a DataFrame to a file; return its first rows, or those of queues, and their number."""
     schema = to_arrow_schema(frame.schema, timezone="UTC")
@@ -172,7 +174,7 @@ def _streamed(
             writer.write_table(table)
             total += len(table)
             if queues is None:
-                kept += table.slice(0, _ROWS - len(kept)).to_pylist()
+                kept += table.slice(0, most - len(kept)).to_pylist()
             else:
                 named = pc.is_in(table.column("queue"), pa.array(queues, pa.string()))
                 kept += table.filter(named).to_pylist()
@@ -185,34 +187,32 @@ def _streamed(
 def _frames(found: DataFrame, at_ms: int, step: int) -> dict[str, DataFrame]:
     """Make the tables of a report of merged figures."""
 
-    def of(kind: str, rows: DataFrame = found) -> DataFrame:
-        return rows.where(F.col("kind") == kind)
+    def of(kind: str) -> DataFrame:
+        return found.where(F.col("kind") == kind)
 
     def highest(column: str) -> DataFrame:
         known = groups.where(F.col(column).isNotNull())
         return known.orderBy(F.desc(column), "queue", "group").limit(SLOWEST)
 
-    # Few rows are sorted by one task, without a shuffle.
-    few = found.coalesce(1)
     draining = (F.col("draining") > 0).alias("draining")
-    queues = of("queue", few).select("queue", *_sums(), draining, *_last(at_ms))
+    queues = of("queue").select("queue", *_sums(), draining, *_last(at_ms))
     groups = of("group").select("queue", F.col("name").alias("group"), *_sums(), *_last(at_ms))
     by_reason = of("reason").groupBy("queue", F.col("name").alias("outcome"), "reason")
     tried, messages = F.sum("messages").alias("attempts"), F.sum("different").alias("messages")
     number = F.col("number").cast("int").alias("attempts")
-    attempts = of("attempts", few).select("queue", F.col("name").alias("state"), number, "messages")
+    attempts = of("attempts").select("queue", F.col("name").alias("state"), number, "messages")
     slot = F.timestamp_seconds(F.col("number") - F.pmod("number", F.lit(step))).alias("at")
     ended = (F.sum(name).alias(name) for name in ("done", "failed"))
-    timeline = of("second", few).groupBy("queue", slot).agg(*ended, F.lit(step).alias("seconds"))
+    timeline = of("second").groupBy("queue", slot).agg(*ended, F.lit(step).alias("seconds"))
     starving = ("queue", "group", *WAITING, "done", "oldest_wait_ms")
     return {
-        "queues": queues.sortWithinPartitions("queue"),
+        "queues": queues.orderBy("queue"),
         "groups": groups.orderBy("queue", "group"),
         "reasons": by_reason.agg(tried, messages).orderBy(F.desc("attempts"), "queue", "reason"),
-        "attempts": attempts.sortWithinPartitions("queue", "state", "attempts"),
+        "attempts": attempts.orderBy("queue", "state", "attempts"),
         "slowest": highest("done_p99_ms"),
         "starving": highest("oldest_wait_ms").select(*starving),
-        "timeline": timeline.sortWithinPartitions("queue", "at"),
+        "timeline": timeline.orderBy("queue", "at"),
     }
 
 
