@@ -61,6 +61,14 @@ query = route(sys.argv[1], spark=spark, checkpoint=sys.argv[2], trigger=sys.argv
               max_offsets=int(sys.argv[4]))
 query.awaitTermination()
 """
+PIPELINE = """
+import sys
+from penstock.spark import pipeline, session
+made = pipeline(session(), sys.argv[1]).transform(
+    lambda log: log.withColumn("kind", log.attributes["kind"]).repartition(2))
+query = made.start(checkpoint=sys.argv[2], trigger=sys.argv[3], max_offsets=int(sys.argv[4]))
+query.awaitTermination()
+"""
 WRITE_AND_READ = """
 import json, sys
 from penstock.spark import session
@@ -347,13 +355,15 @@ def read_table(location: str, name: str) -> list[tuple[Any, ...]]:
     return sorted(map(tuple, map(dict.values, found.to_pylist())))
 
 
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(ROUTE, id="route"), pytest.param(PIPELINE, id="own", marks=pytest.mark.soak)],
+)
 def test_executors_that_are_killed(
-    cluster: Cluster,
-    world: Any,
-    route_program: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, world: Any, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(code)
     group = cluster.group
     world.make_queues()
     world.publish(1_000)
@@ -365,7 +375,7 @@ def test_executors_that_are_killed(
     def killing(self: Any, stage: Any) -> None:
         # A task waits for this answer: whichever of them has it dies in the middle of it.
         with one_by_one:
-            if armed.is_set() and not killed:
+            if armed.is_set() and stage.rows and not killed:
                 killed.extend(executors(group))
                 for pid in killed:
                     os.kill(pid, signal.SIGKILL)
@@ -373,7 +383,7 @@ def test_executors_that_are_killed(
 
     monkeypatch.setattr(Stages, "add", killing)
     arguments = (world.location, tmp_path / "ckpt", "0 seconds", 1_000)
-    command, environment = cluster.submit(route_program, *arguments)
+    command, environment = cluster.submit(program, *arguments)
     said = tmp_path / "output"
     with said.open("wb") as output:
         child = subprocess.Popen(
