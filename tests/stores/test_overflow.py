@@ -62,7 +62,8 @@ def test_a_store_that_ended_before_it_dropped_drops_when_it_is_opened(
 def test_a_publish_whose_excess_can_not_be_dropped_has_been_made(
     design: str, tmp_path: Path
 ) -> None:
-    engine = make_engine("rocksdb", design, tmp_path / "store")
+    # The log keeps the error, and that the database: another folder for each.
+    engine = make_engine("rocksdb", design, tmp_path / design)
     with open_on(engine, design, ManualClock()) as broker:
         broker.create_queue("q", **DROPS)
         # The first commit is the publish's, the second drops.
