@@ -112,7 +112,13 @@ class Work:
 
     def end(self, seconds: float) -> None:
         """Stop Spark, within a bound; its JVM does not outlive that."""
-        stopping = threading.Thread(target=self._spark.stop, name="penstock-end", daemon=True)
+
+        def stop() -> None:
+            # Without its JVM nothing is left to stop.
+            with suppress(Exception):
+                self._spark.stop()
+
+        stopping = threading.Thread(target=stop, name="penstock-end", daemon=True)
         stopping.start()
         stopping.join(seconds)
         sessions.kill_jvm()

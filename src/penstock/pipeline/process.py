@@ -41,6 +41,8 @@ def run(path: Path, settings: Settings) -> NoReturn:
     logs.configure_logs(settings.log.level, settings.log.format)
     # It says that each connection to the JVM ends, and shows the stack of what a part is told, too.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    # Some of it goes to the root: what a filter of that sees is logged there alone.
+    logging.getLogger().addFilter(lambda record: "py4j" not in record.pathname)
     code = asyncio.run(_Process(path, settings).run())
     logs.drain()
     # Threads may be left that wait for Spark or for the broker: nothing is lost by their end.
