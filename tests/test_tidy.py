@@ -396,11 +396,11 @@ BUDGETS = {
     "integrations": 225,
     "integrations/django": 540,
     "integrations/kombu": 1_070,
-    "pipeline": 1_365,
+    "pipeline": 1_373,
     "salvage": 1_190,
     "server": 9_653,
     "server/console": 1_955,
-    "spark": 6080,
+    "spark": 6_080,
     "store": 1_909,
     "store/codec": 1_488,
     "store/kv": 6_639,
@@ -409,7 +409,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_949, 49_646, 229, 14_554
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_957, 49_647, 229, 14_554
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
