@@ -403,13 +403,13 @@ BUDGETS = {
     "spark": 6_080,
     "store": 1_909,
     "store/codec": 1_488,
-    "store/kv": 6_639,
+    "store/kv": 6_640,
     "store/live": 2_440,
     "store/sql": 8_913,
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_957, 49_647, 229, 14_554
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_958, 49_647, 229, 14_554
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock
