@@ -53,7 +53,7 @@ def with_tier(spark: SparkSession) -> Any:
         # A join with a shuffle, so that rows come in no order.
         named = log.withColumn("kind", F.col("attributes")["kind"])
         return named.join(tiers.hint("merge"), "kind", "left").withColumn(
-            "half", F.expr("size / 2")
+            "size.half", F.expr("size / 2")
         )
 
     return enrich
@@ -67,7 +67,7 @@ def test_routing_by_what_was_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world.broker.create_queue("tier1", filter="tier = 'tier1'")
-    world.broker.create_queue("none", filter="tier IS NULL AND half >= 1")
+    world.broker.create_queue("none", filter='tier IS NULL AND "size.half" >= 1')
     world.broker.create_queue("plain", filter="price > 45")
     world.broker.configure_log(logs=2)
     world.publish(1_500)
@@ -98,7 +98,7 @@ def test_routing_by_what_was_joined(
     run(made, tmp_path / "other")
     for message_id, (attributes, group, priority, size) in world.published.items():
         number = int(str(attributes["kind"])[1:])
-        added = {"tier": f"tier{number % 2}" if number < 4 else None, "half": size / 2}
+        added = {"tier": f"tier{number % 2}" if number < 4 else None, "size.half": size / 2}
         world.published[message_id] = ({**attributes, **added}, group, priority, size)
     assert world.content() == world.naive()
     assert status(world.location).behind == 0

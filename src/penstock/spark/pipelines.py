@@ -172,7 +172,8 @@ class _Staging:
                         "out"
                     )
                 live = filters.at(self.bounds[log].begin)
-                added = {name: _values(part.column(name)) for name in self.added}
+                columns = (_values(part.column(str(at))) for at in range(len(self.added)))
+                added = dict(zip(self.added, columns, strict=True))
                 found[log].append(match_batch(matcher_of(live.filters), part, added))
         number = "-".join(map(str, task_numbers()))
         stages = [
@@ -205,7 +206,10 @@ class _Batches:
         try:
             log = self._transformed(list(bounds.values()))
             extra = tuple(name for name in log.columns if name not in _LOG_COLUMNS)
-            wanted = log.select(*_NEEDED, *extra)
+            # By their numbers: to Spark a dot in a name means a field of a struct.
+            quoted = (name.replace("`", "``") for name in extra)
+            numbered = (f"`{name}` AS `{at}`" for at, name in enumerate(quoted))
+            wanted = log.selectExpr(*(f"`{name}`" for name in _NEEDED), *numbered)
             if len(bounds) > 1:
                 # A task has a stage for each log, and the broker keeps so many at a time.
                 wanted = wanted.coalesce(max(1, limits.MAX_STAGES // 2 // len(bounds)))
