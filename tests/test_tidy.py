@@ -400,7 +400,7 @@ BUDGETS = {
     "salvage": 1_190,
     "server": 9_653,
     "server/console": 1_955,
-    "spark": 6084,
+    "spark": 6086,
     "store": 1_909,
     "store/codec": 1_488,
     "store/kv": 6_640,
@@ -409,7 +409,7 @@ BUDGETS = {
     "wire": 2_060,
     "worker": 2_485,
 }
-ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_962, 49_650, 229, 14_554
+ALL_LINES, ALL_CODE_LINES, ALL_FILES, CORE_LINES = 70_964, 49_651, 229, 14_554
 # Modules that an embedded program loads for the life of a message on RocksDB.
 LIFE = """
 import sys, penstock

@@ -401,6 +401,11 @@ def test_offsets_are_packed_and_those_of_earlier_versions_are_read() -> None:
     assert gone(packed(FeedOffset("s", at, {}), ends), again, anew) == [70_000]
     read.queues["a"].failed = 905
     assert unpacked(packed(read, ends), ends) == read
+    # The broker that made queue c has a clock that goes before.
+    late = msgspec.structs.replace(ends.queues["c"], created_at_ms=at + 50)
+    ahead = msgspec.structs.replace(ends, queues={**ends.queues, "c": late})
+    read.queues["c"] = Position(at + 50, at, 3)
+    assert unpacked(packed(read, ahead), ahead).queues == read.queues
     with pytest.raises(InvalidInput, match="has format 03, this Penstock reads formats 01 and 02"):
         unpacked({**again, "packed": "Aw=="}, ends)
 

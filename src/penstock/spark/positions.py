@@ -67,8 +67,10 @@ class FeedOffset(msgspec.Struct):
 
 def packed(offset: FeedOffset, ends: HistoryEnds) -> dict[str, Any]:
     """Return an offset as Spark writes it; ``ends`` has the numbers of its queues."""
+    # Brokers of one database have a clock each: no queue of an offset is younger than it.
+    at = max(offset.at, *(each.created for each in offset.queues.values()), 0)
     rows = sorted(
-        (ends.queues[queue].number, offset.at - each.since, each.done, each.failed)
+        (ends.queues[queue].number, at - each.since, each.done, each.failed)
         for queue, each in offset.queues.items()
     )
     table = np.array(rows, "<i8").reshape(-1, _ROWS).T.copy()
@@ -78,7 +80,7 @@ def packed(offset: FeedOffset, ends: HistoryEnds) -> dict[str, Any]:
         table[3] -= table[2]
     columns = table.view(np.uint8).reshape(_ROWS, -1, 8).transpose(0, 2, 1).tobytes()
     text = base64.b64encode(version + zlib.compress(columns)).decode()
-    return {"store": offset.store, "at": offset.at, "packed": text}
+    return {"store": offset.store, "at": at, "packed": text}
 
 
 def _numbered(offset: Mapping[str, Any]) -> dict[int, tuple[int, int, int]]:
