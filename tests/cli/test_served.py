@@ -119,7 +119,7 @@ APART = {
     *(f"backup {name}" for name in ("list", "verify", "prune", "restore")),
     *(f"keys {name}" for name in ("add", "rotate", "list", "remove")),
     *(f"pipeline {name}" for name in ("route", "status", "backfill", "archive", "collect")),
-    *(f"pipeline {name}" for name in ("report", "redrive", "publish")),
+    *(f"pipeline {name}" for name in ("report", "redrive", "publish", "run", "check")),
 }
 
 
@@ -166,7 +166,7 @@ def test_the_help_of_a_command_has_an_example_and_json(name: str) -> None:
     assert f"Example:\n    {EXAMPLES[name]}" in shown.stdout
     assert f"penstock {name}" in EXAMPLES[name]
     options = {option for each in command.params for option in each.opts}
-    assert "--json" in options or name in {"serve", "completion"}
+    assert "--json" in options or name in {"serve", "completion", "pipeline run"}
 
 
 def test_the_help_is_in_sections() -> None:
