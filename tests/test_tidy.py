@@ -400,7 +400,7 @@ BUDGETS = {
     "salvage": 1_190,
     "server": 9_653,
     "server/console": 1_955,
-    "spark": 6086,
+    "spark": 6_086,
     "store": 1_909,
     "store/codec": 1_488,
     "store/kv": 6_640,
