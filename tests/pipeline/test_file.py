@@ -198,20 +198,20 @@ def lacking_of(path: Path, text: str) -> list[str]:
 def test_what_a_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyspark", reason="pyspark is not installed")
     (tmp_path / "file").write_text("")
-    (tmp_path / "shop.py").write_text("import nothing_like_it\n")
-    (tmp_path / "mine.py").write_text("enrich = 5\n")
+    (tmp_path / "steps_that_fail.py").write_text("import nothing_like_it\n")
+    (tmp_path / "steps_without.py").write_text("enrich = 5\n")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     route = "[route]\ncheckpoint = '{}'\nsteps = '{}'\n"
     why = "ModuleNotFoundError: No module named 'nothing_like_it'"
-    assert lacking_of(tmp_path, route.format("none/at/all", "shop:enrich")) == [
+    assert lacking_of(tmp_path, route.format("none/at/all", "steps_that_fail:enrich")) == [
         "Spark needs Java 17 or 21: 'penstock doctor --need spark' says what is missing",
         f"[route] checkpoint: there is no directory {tmp_path}/none/at: make it, or name another",
-        f"[route] steps: module shop can't be imported: {why}",
+        f"[route] steps: module steps_that_fail can't be imported: {why}",
     ]
-    found = lacking_of(tmp_path, route.format("file", "mine:enrich"))[1:]
+    found = lacking_of(tmp_path, route.format("file", "steps_without:enrich"))[1:]
     assert found == [
         f"[route] checkpoint: {tmp_path}/file is a file: name a directory",
-        "[route] steps: module mine has no function enrich",
+        "[route] steps: module steps_without has no function enrich",
     ]
     found = lacking_of(tmp_path, route.format("a", "absent_module:f") + "[broker]\nca = 'x.pem'\n")
     assert found[1:] == [
