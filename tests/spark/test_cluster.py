@@ -274,6 +274,7 @@ def test_routing_on_a_cluster(
     assert world.content() == world.naive()
 
 
+@pytest.mark.soak
 def test_an_environment_that_is_packed(cluster: Cluster, world: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WRITE_AND_READ)
@@ -318,6 +319,7 @@ def test_an_archive_on_s3_from_workers_that_share_nothing_with_the_driver(
         assert sorted(map(tuple, map(dict.values, archived.to_pylist()))) == ids
 
 
+@pytest.mark.soak
 def test_executors_that_are_killed_in_a_report(
     cluster: Cluster, shop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

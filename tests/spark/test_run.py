@@ -202,17 +202,14 @@ def machine(tmp_path: Path, java: None) -> Iterator[Machine]:
     wait_until(lambda: not machine.javas(), why="a JVM has outlived its pipeline")
 
 
-def test_each_message_once_whatever_is_killed(machine: Machine) -> None:
-    server = machine.serve()
-    with machine.connect() as client:
-        client.create_queue("all", filter="n >= 0")
-        client.create_queue("even", filter="even = TRUE")
-    pipeline = machine.run()
-    assert machine.page("health")[0] in {0, 200}
-    machine.wait_ready()
-    machine.publish(200)
-    machine.work_off()
+def test_each_message_once_if_the_pipeline_is_killed(machine: Machine) -> None:
+    _, pipeline = begin(machine)
+    end(machine, pipeline)
 
+
+@pytest.mark.soak
+def test_each_message_once_whatever_is_killed(machine: Machine) -> None:
+    server, pipeline = begin(machine)
     # The Python processes that plan the query, match and archive: the query fails.
     for pid in machine.workers():
         os.kill(pid, signal.SIGKILL)
@@ -227,18 +224,36 @@ def test_each_message_once_whatever_is_killed(machine: Machine) -> None:
     server.wait()
     # It stays away until somebody has noticed.
     wait_until(lambda: machine.page("ready")[0] == 503, seconds=SECONDS)
-    server = machine.serve()
+    machine.serve()
     machine.publish(200)
     machine.work_off()
     machine.wait_ready()
+    wait_until(lambda: machine.part("report")["runs"] > 2, seconds=SECONDS, why=machine.log())
+    assert len(list((machine.place / "reports").glob("report-*/report.html"))) == 2
+    check_metrics(machine)
+    end(machine, pipeline)
+
+
+def begin(machine: Machine) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+    """Start a server and a pipeline, and have it route."""
+    server = machine.serve()
+    with machine.connect() as client:
+        client.create_queue("all", filter="n >= 0")
+        client.create_queue("even", filter="even = TRUE")
+    pipeline = machine.run()
+    assert machine.page("health")[0] in {0, 200}
+    machine.wait_ready()
+    machine.publish(200)
+    machine.work_off()
+    return server, pipeline
+
+
+def end(machine: Machine, pipeline: subprocess.Popen[bytes]) -> None:
+    """Kill the pipeline, start it again, and have another one take over."""
     # Lines alone: no stacks of Java and Python, and nothing of Spark's start.
     lines = machine.log().splitlines()
     assert lines[0].startswith("operations at http://127.0.0.1:")
     assert all(" penstock.pipeline " in line for line in lines[1:]), machine.log()
-    wait_until(lambda: machine.part("report")["runs"] > 2, seconds=SECONDS, why=machine.log())
-    assert len(list((machine.place / "reports").glob("report-*/report.html"))) == 2
-    check_metrics(machine)
-
     # In the midst of its work.
     machine.publish(400)
     pipeline.kill()
