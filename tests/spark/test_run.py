@@ -158,9 +158,11 @@ class Machine:
                     self.acked.update(f"{queue} {each.message_id}" for each in batch)
 
     def archived(self) -> Counter[str]:
-        table = DeltaTable(self.place / "archive" / "done").to_pyarrow_table(
-            columns=["queue", "message_id"]
-        )
+        place = self.place / "archive" / "done"
+        if not DeltaTable.is_deltatable(str(place)):
+            # Nothing has been archived yet.
+            return Counter()
+        table = DeltaTable(place).to_pyarrow_table(columns=["queue", "message_id"])
         return Counter(f"{row['queue']} {row['message_id']}" for row in table.to_pylist())
 
     def javas(self) -> list[int]:
