@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.ports import free_ports
+from tests.processes import processes
 
 import penstock
 from penstock.filters import Row, parse
@@ -16,6 +16,7 @@ from penstock.server import in_process_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
 
@@ -276,20 +277,13 @@ def world(make_world: Callable[..., World]) -> World:
 def python_workers(spark: SparkSession) -> list[int]:
     """Return the Python processes that run tasks now; not those that plan on the driver's side."""
     java = spark.sparkContext._gateway.proc.pid  # type: ignore[union-attr]
-    parents: dict[int, tuple[int, str]] = {}
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int(place.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-            command = place.joinpath("cmdline").read_bytes().decode().replace("\0", " ")
-        except OSError:
-            continue
-        parents[int(place.name)] = (parent, command)
+    running = processes()
     daemons = {
         pid
-        for pid, (parent, command) in parents.items()
+        for pid, (parent, command) in running.items()
         if parent == java and command.rstrip().endswith("pyspark.daemon pyspark.worker")
     }
-    return [pid for pid, (parent, _) in parents.items() if parent in daemons]
+    return [pid for pid, (parent, _) in running.items() if parent in daemons]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ and Spark's Python packages, but not Penstock. The code comes to them from a whe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ pytest.importorskip("pyspark", reason="pyspark is not installed")
 import pyspark
 from deltalake import DeltaTable
 from tests.objectstore.conftest import PREFIXES, bucket, seaweed
+from tests.processes import processes
 
 import penstock
 from penstock.clock import SystemClock
@@ -234,13 +236,10 @@ def listens(port: int) -> bool:
 def executors(group: int) -> list[int]:
     """Return the executors of a group of processes."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            command = place.joinpath("cmdline").read_bytes()
-            if b"CoarseGrainedExecutorBackend" in command and os.getpgid(int(place.name)) == group:
-                found.append(int(place.name))
-        except OSError:
-            continue
+    for pid, each in processes().items():
+        with contextlib.suppress(OSError):
+            if "CoarseGrainedExecutorBackend" in each.command and os.getpgid(pid) == group:
+                found.append(pid)
     return found
 
 

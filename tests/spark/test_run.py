@@ -14,11 +14,11 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.ports import free_ports
+from tests.processes import processes
 from tests.waiting import wait_until
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
@@ -31,6 +31,7 @@ from penstock.flight.client import FlightStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.xdist_group("spark")]
 
@@ -167,28 +168,17 @@ class Machine:
 
     def javas(self) -> list[int]:
         """Return the JVMs of the pipeline, by the directory in their arguments."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                line = entry.read_bytes()
-            except OSError:
-                continue
-            if b"java" in line and f"{self.place}/spark".encode() in line:
-                found.append(int(entry.parent.name))
-        return found
+        return [
+            pid
+            for pid, each in processes().items()
+            if "java" in each.command and f"{self.place}/spark" in each.command
+        ]
 
     def workers(self) -> list[int]:
         """Return the Python processes that Spark has started."""
-        parents = {}
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = entry.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry.parent.name)] = int(fields[1])
-        found = set(self.javas())
-        first = set(found)
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        first = set(self.javas())
+        found, running = set(first), processes()
+        while more := {pid for pid, each in running.items() if each.parent in found} - found:
             found |= more
         return sorted(found - first)
 

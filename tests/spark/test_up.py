@@ -6,30 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.ports import free_ports
+from tests.processes import processes
 from tests.waiting import wait_until
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
+from typing import TYPE_CHECKING
+
 import penstock
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.xdist_group("spark")]
-
-
-def processes_about(text: str) -> list[bytes]:
-    """Return the command lines of this machine's processes that name a text."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = entry.read_bytes()
-        except OSError:
-            continue
-        if text.encode() in line:
-            found.append(line)
-    return found
 
 
 @pytest.mark.usefixtures("java")
@@ -74,4 +66,5 @@ def test_what_is_published_is_routed_and_nothing_is_left_behind(tmp_path: Path) 
     log = (directory / "pipeline.log").read_text()
     assert (child.returncode, told) == (0, ""), log
     assert log.endswith(" info penstock.pipeline stopped\n")
-    wait_until(lambda: not processes_about(str(directory)))
+    about = str(directory)
+    wait_until(lambda: not any(about in each.command for each in processes().values()))

@@ -233,7 +233,7 @@ def _need_spark(flight: str | None) -> None:
 
 
 _PIPELINE_FILE: Final = """\
-# What 'penstock up --spark' runs beside the server: penstock pipeline run FILE, docs/pipeline.md.
+# The pipeline that 'penstock up --spark' runs beside the server: docs/pipeline.md.
 [spark]
 quick = true
 

@@ -88,7 +88,7 @@ def _session(master: str | None) -> SparkSession:
     """Start Spark; it is loaded only here, so that --help and status do without."""
     from penstock.spark import session  # noqa: PLC0415 - needs an extra
 
-    # What goes wrong is told by the command itself, in one line.
+    # The command itself tells an error, in one line.
     return session(master, conf={"spark.log.level": "OFF", "spark.ui.enabled": "false"})
 
 

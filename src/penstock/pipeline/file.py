@@ -472,7 +472,7 @@ def steps_of(path: Path, settings: Settings) -> Callable[[Any], Any] | None:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module_name
         why = f"{type(error).__name__}: {error}" if not missing else f"it is not in {folder}"
         text = f"module {module_name} can't be imported: {why}"
-        raise InvalidInput(" ".join(text.split())[:500]) from None
+        raise InvalidInput(" ".join(text.split())[: limits.PIPELINE_LINE_CHARS]) from None
     steps = getattr(module, name, None)
     if not callable(steps):
         raise InvalidInput(f"module {module_name} has no function {name}")

@@ -109,7 +109,7 @@ class Pages:
             ("GET", path): page
             for path, page in {
                 "/health": _alive,
-                # What Kubernetes calls it.
+                # Kubernetes calls the page so.
                 "/healthz": _alive,
                 "/ready": self._ready,
                 "/status": self._status,

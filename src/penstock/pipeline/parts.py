@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError, StorageFailed
 from penstock.flight.client import FlightStore
-from penstock.pipeline.file import located, steps_of
+from penstock.pipeline.file import located, steps_of, text_of
 from penstock.pipeline.supervisor import Part, Schedule, Superseded
 from penstock.spark import jobs, sessions
 from penstock.spark.pipelines import pipeline as own_pipeline
@@ -48,10 +48,7 @@ _REPORT: Final = "report-%Y%m%dT%H%M%SZ"
 def start_spark(settings: Settings) -> SparkSession:
     """Start the session of a pipeline; call it from a thread that takes no signals."""
     master, conf = settings.spark.master or None, settings.spark.conf
-    words = {True: "true", False: "false"}
-    given = {
-        key: words[value] if isinstance(value, bool) else str(value) for key, value in conf.items()
-    }
+    given = {key: text_of(value) for key, value in conf.items()}
     return sessions.session(
         master, name="penstock-pipeline", quick=settings.spark.quick, conf={**_CONF, **given}
     )

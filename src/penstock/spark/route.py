@@ -314,7 +314,7 @@ class RouteStreamReader(LogStreamReader):
     @in_one_line()
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Cut the stretches between the cursors and ``end`` into tasks."""
-        # What was planned for this end a moment ago still holds; a replay asks again.
+        # The plan that latestOffset has just made for this end still holds; a replay asks again.
         planned, self._planned = self._planned, None
         plan = planned[1] if planned and planned[0] == end else self._plan(start, None)
         ends = logs_of(end)

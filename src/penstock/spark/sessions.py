@@ -370,7 +370,7 @@ def one_line(error: BaseException) -> str:
     raised = _RAISED.findall(text) if "Traceback" in text else []
     line = raised[-1] if raised else next((each for each in text.splitlines() if each.strip()), "")
     if line.startswith("===") or line.rstrip().endswith(":"):
-        # What follows is the plan of the query, or a stack.
+        # The plan of the query follows, or a stack.
         line = next(
             reversed(_CAUSE.findall(text)), f"Spark gives no reason ({type(error).__name__})"
         )

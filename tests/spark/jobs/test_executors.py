@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 import pyarrow.parquet as pq
+from tests.processes import processes
 
 import penstock
 from penstock.flight.snapshots import Snapshots
@@ -21,6 +21,7 @@ from penstock.spark.route import AVAILABLE_NOW, route
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from pyspark.sql import DataFrame, SparkSession
 
@@ -122,24 +123,15 @@ def test_a_report_is_made_by_executors_and_the_driver_gets_no_more_of_more_rows(
 
 def workers(program: str) -> list[int]:
     """Return the Pythons that execute tasks, of this process alone."""
-    found, parents = [], {}
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int(place.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-            command = place.joinpath("cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        parents[int(place.name)] = parent
-        if program in command:
-            found.append(int(place.name))
-    daemons = set(found)
+    running = processes()
+    found = {pid for pid, each in running.items() if program in each.command}
 
     def above(pid: int) -> Iterator[int]:
-        while pid := parents.get(pid, 0):
+        while pid := running[pid].parent if pid in running else 0:
             yield pid
 
     # The daemon forks them: they have its command line.
-    return [pid for pid in found if parents[pid] in daemons and os.getpid() in above(pid)]
+    return [pid for pid in found if running[pid].parent in found and os.getpid() in above(pid)]
 
 
 def test_tasks_that_are_killed_in_the_middle_of_a_report(
